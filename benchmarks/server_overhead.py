@@ -25,18 +25,18 @@ TOKENS = STEPS * SECONDS
 
 
 class FreeEngine:
-    """A :class:`runtime.gateway.engines.local.EngineClient` whose steps cost nothing: it repeats a text's tokens."""
+    """A :class:`runtime.gateway.engines.client.EngineClient` whose steps cost nothing: it repeats a text's tokens."""
 
-    def __init__(self, digest: str, tokens: list[int], vocab_size: int) -> None:
+    def __init__(self, digest: str, vocab_size: int) -> None:
         from runtime.wire.messages import EngineInfo, EngineStats
 
         self.info = EngineInfo(digest, "free", 1 << 20, vocab_size, 64, 1 << 20, 1, 1, frozenset())
-        self.stats, self.ready, self.healthy = EngineStats(), True, True
-        self._tokens = tokens
+        self.stats, self.ready, self.healthy, self.silent_seconds = EngineStats(), True, True, 0.0
+        self.tokens: list[int] = []
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._clock: asyncio.Task[None] | None = None
 
-    async def generate(self, request: Any) -> AsyncGenerator[Any]:
+    async def generate(self, request: Any, age: float = 0.0) -> AsyncGenerator[Any]:
         from runtime.wire.messages import Delta
 
         if self._clock is None:
@@ -45,7 +45,7 @@ class FreeEngine:
         for number in range(1, request.max_new_tokens + 1):
             self._waiting[request.id] = loop.create_future()
             await self._waiting[request.id]
-            token = self._tokens[number % len(self._tokens)]
+            token = self.tokens[number % len(self.tokens)]
             yield Delta(request.id, (token,), finish_reason="length" if number == request.max_new_tokens else None)
 
     async def _run(self) -> None:
@@ -58,7 +58,10 @@ class FreeEngine:
                 if not future.done():
                     future.set_result(None)
 
-    async def swap(self, folder: Path, opener: Any = None) -> None: ...
+    async def files(self) -> Path:
+        return Path()
+
+    async def swap(self, bundle: str, settings: Any = None) -> None: ...
 
     async def drain(self, timeout: float) -> None: ...
 
@@ -68,13 +71,16 @@ class FreeEngine:
 def server(folder: Path, listener: socket.socket) -> None:
     import uvicorn
 
+    from engines.bundle import EngineBundle
     from runtime.gateway.http.app import create_app
     from runtime.gateway.http.service import Service
     from runtime.gateway.text.model import TextModel
+    from tapeout import artifact
 
-    text = TextModel.load(folder)
-    tokens = text.tokenizer.encode("The quick brown fox jumps over the lazy dog, and then some. " * 4).ids
-    client = FreeEngine(text.digest, tokens, text.tokenizer.get_vocab_size())
+    bundle = artifact.load_record(folder, EngineBundle)
+    client = FreeEngine(bundle.digest, bundle.record.io.vocab_size)
+    text = TextModel.load(folder, client.info)
+    client.tokens = text.tokenizer.encode("The quick brown fox jumps over the lazy dog, and then some. " * 4).ids
     app = create_app(Service(client, {text.digest: text}, ("m",)))
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", http="httptools", loop="uvloop")
     uvicorn.Server(config).run(sockets=[listener])

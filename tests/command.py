@@ -39,7 +39,7 @@ def served(
     """``tapeout serve`` on a free port, once it listens. ``variables``: its environment; ``open_files``: its limit."""
     limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (open_files, open_files)) if open_files else None
     process = subprocess.Popen(
-        [*COMMAND, "serve", *options, "--port", "0", "--threads", "1"],
+        [*COMMAND, "serve", *options, "--port", "0", *([] if "--engine" in options else ["--threads", "1"])],
         cwd=folder,
         stderr=subprocess.PIPE,
         text=True,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import orjson
+
 from engines.protocol import Entry, Result
+from runtime.engine import worker
 from runtime.engine.opening import Opened
 from runtime.wire.messages import EngineInfo
+from runtime.wire.start import EngineSettings
 from tapeout.errors import ArtifactError
+from tapeout.file_hashes import sha256_file
 from tests.fake_engine import HistoryEngine
 
 VOCABULARY, STOP = 16, 0
@@ -20,17 +25,21 @@ REFUSES = "refuses"  # name of a folder that cannot be opened
 DIES = "dies"  # and of one whose engine opens, and crashes in its first step
 
 
+WORKER = "tests.faulty_engine"  # the module that a client runs
+
+
 class FaultyEngine(HistoryEngine):
-    def __init__(self, opener: OpenFaulty, seed: int) -> None:
+    def __init__(self, bundle: Faulty) -> None:
+        seed = 0 if bundle.name == DIES else int(bundle.name)
         super().__init__(
             VOCABULARY,
-            slots=opener.slots,
-            max_tokens=opener.max_tokens,
-            block_tokens=opener.block_tokens,
+            slots=bundle.slots,
+            max_tokens=bundle.max_tokens,
+            block_tokens=bundle.block_tokens,
             seed=seed,
         )
         self.table[:, FAIL:] = -100
-        self.step_seconds, self.crash, self.dies = opener.step_seconds, opener.crash, False
+        self.step_seconds, self.crash, self.dies = bundle.step_seconds, bundle.crash, bundle.name == DIES
 
     def step(self, batch: Sequence[Entry]) -> list[Result]:
         fed = {token for entry in batch for token in entry.tokens}
@@ -45,37 +54,41 @@ class FaultyEngine(HistoryEngine):
 
 
 @dataclass(frozen=True)
-class OpenFaulty:
-    """The folder's name is the seed of the engine's weights. ``crash``: token at which the process ends."""
+class Faulty:
+    """What stands for a bundle. ``name``: the seed of its weights. ``crash``: token at which the process ends."""
 
+    name: str = "7"
     step_seconds: float = 0.002
     slots: int = 32
     max_tokens: int = 256
     block_tokens: int = 4
     crash: int = CRASH
+    folder: str = ""  # with text files
 
-    def engine(self, folder: Path) -> FaultyEngine:
-        engine = FaultyEngine(self, 0 if folder.name == DIES else int(folder.name))
-        engine.dies = folder.name == DIES
-        return engine
+    def __str__(self) -> str:
+        """In place of a folder."""
+        return orjson.dumps(asdict(self)).decode()
 
-    def __call__(self, folder: Path) -> Opened:
-        if folder.name == REFUSES:
-            raise ArtifactError("no record.json", expected="a bundle", remedy="build one")
-        engine = self.engine(folder)
-        has = engine.capabilities
-        info = EngineInfo(
-            engine.digest,
-            folder.name,
-            has.max_tokens,
-            has.vocab_size,
-            has.block_tokens,
-            has.blocks,
-            has.block_bytes,
-            weight_bytes=0,
-            stop_tokens=frozenset({STOP}),
-        )
-        return Opened(engine, info)
+
+def open_faulty(folder: Path, _: EngineSettings) -> Opened:
+    bundle = Faulty(**orjson.loads(str(folder)))
+    if bundle.name == REFUSES:
+        raise ArtifactError("no record.json", expected="a bundle", remedy="build one")
+    engine = FaultyEngine(bundle)
+    has = engine.capabilities
+    info = EngineInfo(
+        engine.digest,
+        bundle.name,
+        has.max_tokens,
+        has.vocab_size,
+        has.block_tokens,
+        has.blocks,
+        has.block_bytes,
+        weight_bytes=0,
+        stop_tokens=frozenset({STOP}),
+        files={path.name: sha256_file(path) for path in Path(bundle.folder).iterdir()} if bundle.folder else {},
+    )
+    return Opened(engine, info, folder=Path(bundle.folder))
 
 
 def alone(engine: HistoryEngine, prompt: Sequence[int], new: int, stops: frozenset[int] = frozenset()) -> list[int]:
@@ -86,3 +99,7 @@ def alone(engine: HistoryEngine, prompt: Sequence[int], new: int, stops: frozens
         if tokens[-1] in stops:
             break
     return tokens[len(prompt) :]
+
+
+if __name__ == "__main__":
+    worker.main(open_faulty)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import psutil
 
 from runtime.gateway.engines.local import ProcessClient
-from runtime.gateway.operations.shadow import OpenAtLowPriority
-from tests.faulty_engine import OpenFaulty
+from runtime.wire.start import EngineSettings
+from tests.faulty_engine import WORKER, Faulty
 
 
 async def main() -> None:
-    client = ProcessClient(Path("7"), OpenAtLowPriority(OpenFaulty()))
+    client = ProcessClient(str(Faulty()), EngineSettings(background=True), worker=WORKER)
     await client.open()
     client.pause()
     (challenger,) = psutil.Process().children()

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from engines.protocol import Entry, FloatArray, Result
 from runtime.engine.core import EngineCore
-from runtime.gateway.engines.local import EngineDownError
+from runtime.gateway.engines.client import EngineDownError
 from runtime.gateway.protocol.calls import Call, Caller, Hook
 from runtime.gateway.protocol.errors import ApiError
 from runtime.wire.limits import Limits
@@ -22,7 +22,7 @@ from tests.fake_engine import HistoryEngine
 
 
 class LocalClient:
-    """See :class:`runtime.gateway.engines.local.EngineClient`. ``down``: as if the engine's process had ended."""
+    """See :class:`runtime.gateway.engines.client.EngineClient`. ``down``: as if the engine's process had ended."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class LocalClient:
         )
         self.stats = self.core.stats()
         self.healthy = True
+        self.silent_seconds: float | None = None
         self.draining = self.down = False
         self._commands: list[GenerateRequest | str] = []  # a request to add, or the id of one to cancel
         self._streams: dict[str, asyncio.Queue[Delta | TapeoutError]] = {}
@@ -56,7 +57,7 @@ class LocalClient:
     def ready(self) -> bool:
         return not (self.draining or self.down)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
+    async def generate(self, request: GenerateRequest, age: float = 0.0) -> AsyncGenerator[Delta]:
         if not self.ready:
             raise EngineDownError("the engine takes no requests")
         stream = self._streams[request.id] = asyncio.Queue[Delta | TapeoutError]()
@@ -102,7 +103,10 @@ class LocalClient:
         if stream is not None:
             stream.put_nowait(message)
 
-    async def swap(self, folder: Path, opener: object = None) -> None:
+    async def swap(self, bundle: str, settings: object = None) -> None:
+        raise NotImplementedError
+
+    async def files(self) -> Path:
         raise NotImplementedError
 
     async def drain(self, timeout: float) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,17 +22,19 @@ from pipeline.registry import serving
 from pipeline.registry.access import VersionReference
 from pipeline.registry.levels import covered, level_to_serve
 from pipeline.registry.pull import Requirements
-from runtime.engine.opening import OpenBundle
 from runtime.gateway.engines.local import ProcessClient
+from runtime.gateway.engines.remote import RemoteClient
 from runtime.gateway.http.listen import ServeError, listen
+from runtime.wire.address import read_key
 from runtime.wire.limits import Limits
+from runtime.wire.start import EngineSettings
 from tapeout import artifact
 from tapeout.errors import TapeoutError
 from tapeout.fingerprint import judged_level
 from tapeout.signing import require_signed_pass
 
 if TYPE_CHECKING:
-    from pipeline.cli.shadow import ShadowOptions
+    from pipeline.cli.shadow import Mirrored, ShadowOptions
     from runtime.gateway.http.service import Service
 
 FULL_LOOK_SECONDS = 30.0  # shortest pause where a look at the registry starts MLflow
@@ -42,7 +46,10 @@ log = logging.getLogger("tapeout.server")
 
 @dataclass(frozen=True)
 class Options:
-    """See the help of ``tapeout serve``. ``source``: a folder, ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``."""
+    """See the help of ``tapeout serve``. ``source``: a folder, ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``.
+
+    ``engine``: an address, instead of a ``source`` and of all that concerns the engine.
+    """
 
     source: str
     host: str
@@ -59,6 +66,8 @@ class Options:
     drain_seconds: float
     follow_seconds: float
     required: Requirements
+    engine: str | None = None
+    engine_key: Path | None = None
     api_keys: tuple[str, ...] = ()
     keys_file: Path | None = None
     usage_database: str | None = None
@@ -82,37 +91,20 @@ class Approved(NamedTuple):
     facts: Mapping[str, float]
 
 
+class _Served(NamedTuple):
+    """What a server is about to serve. ``follow``: runs beside it."""
+
+    client: ProcessClient | RemoteClient
+    name: str
+    bandwidth: float | None = None
+    mirrored: Mirrored | None = None
+    follow: Callable[[Service], Awaitable[None]] | None = None
+
+
 def run(options: Options) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
-    required = options.required
-    public_key = required.public_key
-    reference = VersionReference.parse(options.source) if options.source.startswith("models:") else None
-    if reference is not None:
-        folder, approved = asyncio.run(_pulled(reference, required))
-        name = reference.name
-    elif required.judge_by is not None:
-        raise ServeError(
-            f"{options.source} is no version of a registry, so no evidence is logged with it",
-            expected="models:/NAME@champion with --judge-by",
-            remedy="judge the evidence of a run with `tapeout gate`",
-        )
-    else:
-        folder = Path(options.source)
-        name = folder.resolve().name
-        approved = require_judged(folder, public_key=public_key, unsafe=required.unsafe)
-    wanted = {"max_running": options.max_running, "max_draft_tokens": options.draft_tokens}
-    limits = replace(
-        limits_within(wanted, approved.facts, options.source, unsafe=required.unsafe), max_waiting=options.max_waiting
-    )
-    mirrored = None
-    if options.shadow is not None:
-        from pipeline.cli.shadow import mirror
-
-        challenger, other = find_challenger(options.shadow.source, required)
-        mirrored = mirror(options.shadow, folder, challenger, public_key, other)
-    opener = OpenBundle(options.threads, options.slots, options.kv_bytes, public_key, approved.level)
-    client = ProcessClient(folder, opener, limits)
+    found = _elsewhere(options) if options.engine is not None else _here(options)
     # Imported while the engine's process opens the bundle.
     from fastapi import APIRouter
 
@@ -122,7 +114,8 @@ def run(options: Options) -> None:
     from runtime.gateway.http.run import ServeSettings, serve
     from runtime.gateway.operations.operations import Operations, OperationsSettings
 
-    names = options.names or (name,)
+    client, mirrored = found.client, found.mirrored
+    names = options.names or (found.name,)
     traffic = options.traffic_log and TrafficSettings(
         options.traffic_log, options.traffic_share, options.traffic_redactors
     )
@@ -135,7 +128,7 @@ def run(options: Options) -> None:
             usage_database=options.usage_database,
             usage_journal=options.usage_journal,
             traffic=traffic,
-            read_bandwidth=measured_bandwidth(folder),
+            read_bandwidth=found.bandwidth,
             traces=options.traces,
             cors_origins=options.cors_origins,
         ),
@@ -148,15 +141,12 @@ def run(options: Options) -> None:
         operations.metrics.registry.register(mirrored)
 
     async def beside(service: Service) -> None:
-        works: list[Awaitable[None]] = []
-        if reference is not None and reference.alias and options.follow_seconds:
-            works.append(follow_alias(service, reference, required, opener, limits, options.follow_seconds))
+        works = [found.follow(service)] if found.follow else []
         await asyncio.gather(*works, *([mirrored.run()] if mirrored is not None else []))
 
     try:
         serve(
             client,
-            folder,
             listener,
             ServeSettings(
                 names=names,
@@ -172,12 +162,75 @@ def run(options: Options) -> None:
             mirrored.hook.close()
 
 
+def _here(options: Options) -> _Served:
+    """An engine of the server's own, whose process is started."""
+    required, public_key = options.required, options.required.public_key
+    reference = VersionReference.parse(options.source) if options.source.startswith("models:") else None
+    folder, approved = approved_bundle(options.source, required)
+    wanted = {"max_running": options.max_running, "max_draft_tokens": options.draft_tokens}
+    limits = replace(
+        limits_within(wanted, approved.facts, options.source, unsafe=required.unsafe), max_waiting=options.max_waiting
+    )
+    mirrored = None
+    if options.shadow is not None:
+        from pipeline.cli.shadow import mirror
+
+        challenger, level = find_challenger(options.shadow.source, required)
+        mirrored = mirror(options.shadow, folder, challenger, public_key, level)
+    engine = EngineSettings(
+        options.threads, options.slots, options.kv_bytes, public_key and str(public_key), approved.level
+    )
+    client = ProcessClient(str(folder), engine, limits)
+    name = folder.resolve().name if reference is None else reference.name
+    follow = None
+    if reference is not None and reference.alias and options.follow_seconds:
+        follow = partial(
+            follow_alias,
+            reference=reference,
+            required=required,
+            engine=engine,
+            limits=limits,
+            seconds=options.follow_seconds,
+        )
+    return _Served(client, name, measured_bandwidth(folder), mirrored, follow)
+
+
+def _elsewhere(options: Options) -> _Served:
+    """An engine that listens at an address, and was judged by whoever started it."""
+    assert options.engine is not None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tapeout" / "engines"
+    return _Served(RemoteClient(options.engine, read_key(options.engine_key), cache), "engine")
+
+
+def require_elsewhere(given: Sequence[str]) -> None:
+    """:class:`ServeError` for options (by parameter) that an engine elsewhere was started with or without."""
+    if given:
+        name = given[0] if given[0] == "source" else f"--{given[0].replace('_', '-')}"
+        raise ServeError(
+            f"{name} together with --engine",
+            expected="options of the server alone: the engine runs elsewhere, and was judged there",
+            remedy="give it to `tapeout engine` where that runs",
+        )
+
+
+def approved_bundle(source: str, required: Requirements) -> tuple[Path, Approved]:
+    """The folder of a bundle, or of a version of the registry, and how it may be served."""
+    if source.startswith("models:"):
+        return asyncio.run(_pulled(VersionReference.parse(source), required))
+    if required.judge_by is not None:
+        raise ServeError(
+            f"{source} is no version of a registry, so no evidence is logged with it",
+            expected="models:/NAME@champion with --judge-by",
+            remedy="judge the evidence of a run with `tapeout gate`",
+        )
+    return Path(source), require_judged(Path(source), public_key=required.public_key, unsafe=required.unsafe)
+
+
 def find_challenger(source: str, required: Requirements) -> tuple[Path, str]:
     """The bundle's folder of ``--shadow``, and its level. What may not be served is not shadowed either."""
     if not source.startswith("models:"):
-        folder = Path(source)
-        return folder, require_judged(folder, public_key=required.public_key, unsafe=required.unsafe).level
-    folder, approved = asyncio.run(_pulled(VersionReference.parse(source), required))
+        required = replace(required, judge_by=None)  # which is about the champion
+    folder, approved = approved_bundle(source, required)
     return folder, approved.level
 
 
@@ -205,7 +258,7 @@ async def follow_alias(
     service: Service,
     reference: VersionReference,
     required: Requirements,
-    opener: OpenBundle,
+    engine: EngineSettings,
     limits: Limits,
     seconds: float,
 ) -> None:
@@ -223,7 +276,7 @@ async def follow_alias(
             changed = now is None or now != done
             if changed or (failures and time.monotonic() >= retry_at):
                 failures, done = 0 if changed else failures, now
-                opener = await _serve_alias(service, reference, required, opener, limits)
+                engine = await _serve_alias(service, reference, required, engine, limits)
                 failures, last_reason = 0, ""
         except Exception as error:  # of any kind: a broken bundle must not end the watch
             failures += 1
@@ -236,18 +289,18 @@ async def follow_alias(
 
 
 async def _serve_alias(
-    service: Service, reference: VersionReference, required: Requirements, opener: OpenBundle, limits: Limits
-) -> OpenBundle:
+    service: Service, reference: VersionReference, required: Requirements, engine: EngineSettings, limits: Limits
+) -> EngineSettings:
     """Serve what the alias names, unless it is served: the same bundle may have evidence for another level now."""
     folder, approved = await _pulled(reference, required)
     if not required.unsafe:
         require_covered(limits, approved.facts, str(reference))
     bundle = artifact.load_record(folder, EngineBundle)
-    if (bundle.digest, approved.level) != (service.client.info.digest, opener.level):
-        opener = replace(opener, level=approved.level)
-        await service.swap(folder, opener)
+    if (bundle.digest, approved.level) != (service.client.info.digest, engine.level):
+        engine = replace(engine, level=approved.level)
+        await service.swap(str(folder), engine)
         log.info("%s is served; requests that were running end on the engine before it", folder)
-    return opener
+    return engine
 
 
 def parse_bytes(text: str) -> int:

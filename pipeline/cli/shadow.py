@@ -14,9 +14,9 @@ from engines.bundle import EngineBundle
 from evals.kinds.online import Online, frozen_plan
 from evals.kinds.online.measure import fold
 from evals.kinds.online.sequential import AnytimeTest
-from runtime.engine.opening import OpenBundle
 from runtime.gateway.http.listen import ServeError
 from runtime.gateway.operations.shadow import ShadowMirror
+from runtime.wire.start import EngineSettings
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.observations import Observation, ObservationLog, ShadowPlan
@@ -40,8 +40,8 @@ class ShadowOptions:
 class Mirrored(Collector):
     """The challenger of a server: its hook, its side of the work, and its metrics. The test goes on where it was."""
 
-    def __init__(self, options: ShadowOptions, plan: ShadowPlan, challenger: Path, opener: OpenBundle) -> None:
-        self._challenger, self._opener = challenger, opener
+    def __init__(self, options: ShadowOptions, plan: ShadowPlan, challenger: Path, settings: EngineSettings) -> None:
+        self._challenger, self._settings = challenger, settings
         written = ObservationLog(options.log, plan)
         self._test = fold(plan, written.made)
         self._failed = sum(observation.failed for observation in written.made)
@@ -56,7 +56,7 @@ class Mirrored(Collector):
         return self._test
 
     async def run(self) -> None:
-        await self._shadow.run(self._challenger, self._opener)
+        await self._shadow.run(str(self._challenger), self._settings)
 
     def _observe(self, observation: Observation) -> None:
         before, self._test = self._test, self._test.after(observation.disagreement)
@@ -105,7 +105,8 @@ def mirror(
     plan = frozen_plan(options.online, first.digest, second.digest, options.share)
     if not 0 < plan.share <= 1:
         raise ServeError(f"the share of mirrored calls is {plan.share:g}", expected="more than 0 and at most 1")
-    return Mirrored(options, plan, challenger, OpenBundle(options.threads, 1, None, public_key, level))
+    settings = EngineSettings(options.threads, 1, public_key=public_key and str(public_key), level=level)
+    return Mirrored(options, plan, challenger, settings)
 
 
 def _text(bundle: Artifact[EngineBundle]) -> tuple[object, ...]:

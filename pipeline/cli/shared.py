@@ -27,6 +27,14 @@ JudgeBy = Annotated[
         help="Judge the logged evidence again by this recipe, as promote does; takes scipy.", metavar="PARAMS"
     ),
 ]
+EngineKey = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the key that server and engine share; TCP takes one: `openssl rand -hex 32`.",
+        envvar="TAPEOUT_ENGINE_KEY",
+        show_envvar=True,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
 
 

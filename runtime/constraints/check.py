@@ -14,10 +14,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from runtime.constraints.compiler import ConstraintCompiler, check_size
+from runtime.constraints.size import check_size
 from runtime.wire.messages import Constraint
 from tapeout.errors import RequestError
+
+if TYPE_CHECKING:
+    from runtime.constraints.compiler import ConstraintCompiler
 
 # Of processor time for one constraint: to compile it, for which a step may wait where it is compiled again, and then to
 # follow some responses.
@@ -97,6 +101,8 @@ class ConstraintChecker:
 def main() -> None:
     """One line of JSON in for each constraint, one out: what was found, expected and to do; empty if it passes."""
     import resource
+
+    from runtime.constraints.compiler import ConstraintCompiler  # numpy is for this process, not for the server's
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the server ends this process
     # A crash or an exhausted limit ends this process at once, without a core file.

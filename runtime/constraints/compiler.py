@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from runtime.constraints.limits import CHECKED, SERVED, Effort, bounded_characters, probe
 from runtime.constraints.schemas.enforce import enforceable
+from runtime.constraints.size import TOO_COMPLEX, check_size
 from runtime.wire.messages import Constraint
 from tapeout.cores import keep_to, usable
 from tapeout.errors import RequestError, one_line
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
 
 MaskArray = NDArray[np.uint32]  # one bit of a word for each token
 
-MOST_BYTES = 1 << 16  # of a constraint's text
 CACHED = 64  # compiled constraints
-TOO_COMPLEX = "the constraint became too complex"
 STACK_BYTES = 64 << 20  # of the thread that compiles; its pages are only touched where needed
 
 
@@ -165,18 +164,6 @@ class Matcher:
     def advance(self, token: int) -> None:
         """A token of the response, other than one that ended it; one that the mask excludes leaves an error."""
         self._matcher.consume_token(token)
-
-
-def check_size(constraint: Constraint) -> None:
-    """:class:`RequestError` for a text that is too long, or none that can be encoded."""
-    try:
-        size = len(constraint.text.encode())
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"a {constraint.kind} constraint with half a surrogate pair", expected="Unicode text"
-        ) from error
-    if size > MOST_BYTES:
-        raise RequestError(f"a {constraint.kind} constraint of {size} bytes", expected=f"at most {MOST_BYTES} bytes")
 
 
 class Grammar(NamedTuple):

@@ -178,7 +178,6 @@ class EngineCore:
             blocks_held=blocks.held,
             blocks_cached=blocks.cached,
             steps=self._steps,
-            stepped_at=self.clock(),
             step_seconds=self._step_seconds,
             step_tokens=self._step_tokens,
             step_requests=self._step_requests,

@@ -1,88 +1,104 @@
-"""The engine's own process: it takes commands from a socket, steps, and sends a report after each step.
+"""The engine's own process: it takes commands from servers, steps, and sends a report after each step.
 
-It ends when its parent does, when it is told to, and when its engine is broken. It neither spins nor steps while there
-is nothing to do. What later steps would wait for (:meth:`EngineCore.prepare`) it does once a report was sent, while
-the server passes tokens on, and while it is idle.
+Started by a server it ends with it, when it is told to, and when its engine is broken. Listening at an address it stays
+while servers come and go. It neither spins nor steps while there is nothing to do. What later steps would wait for
+(:meth:`EngineCore.prepare`) it does once a report was sent, while the server passes tokens on, and while it is idle.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
-import pickle
 import select
 import signal
+import socket
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from pathlib import Path
 from time import monotonic
 
 from runtime.constraints.compiler import ConstraintCompiler
+from runtime.engine.connections import Connections
 from runtime.engine.core import EngineCore
-from runtime.engine.opening import Start
+from runtime.engine.opening import Opened, Opener, open_bundle
 from runtime.engine.sampling import BatchSampler
 from runtime.engine.shared_cores import SharedCores
-from runtime.wire.messages import Add, Cancel, Close, Command
+from runtime.wire.failures import Failure
+from runtime.wire.messages import Add, Cancel
+from runtime.wire.start import Start
 from tapeout.cores import keep_to
 from tapeout.errors import RequestError, TapeoutError
 
 IDLE_MS = 500  # between two reports of an idle engine
 EXIT_ORPHANED = 3
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def main(descriptor: int) -> None:
-    """Serve the other end of a socket: a :class:`Start` comes first, :class:`EngineInfo` or an error is the answer."""
+def main(opener: Opener = open_bundle) -> None:
+    """Of ``python -m runtime.engine.worker DESCRIPTOR START``: the inherited end of a socket, and a :class:`Start`."""
+    descriptor, start = int(sys.argv[1]), Start.decode(sys.argv[2])
     # Ctrl-C and service managers signal all processes of a server; this one ends when its parent has drained it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(descriptor,), daemon=True).start()
-    with Connection(descriptor) as connection:
-        try:
-            start: Start = connection.recv()
-            keep_to(start.cores)
-            opened = start.open(start.folder)
-        except TapeoutError as error:
-            connection.send(error)
-            return
-        info, compiler = opened.info, None
-        if opened.tokenizer is not None:
-            compiler = ConstraintCompiler(opened.tokenizer, info.vocab_size, info.stop_tokens)
-        sampler = BatchSampler(info.vocab_size, compiler, opened.kernel)
-        core = EngineCore(opened.engine, start.limits, sampler, opened.clippings)
-        cores = SharedCores(opened.threads)
-        info = replace(info, server_cores=cores.servers)
-        gc.freeze()  # what was imported and opened stays: the collector need not look at it again
-        try:
-            connection.send(info)
-            serve(connection, core, compiler, cores)
-        except (EOFError, ConnectionError):
-            os._exit(EXIT_ORPHANED)  # the parent is gone
-        finally:
-            core.close()
+    end = socket.socket(fileno=descriptor)
+    try:
+        keep_to(start.cores)
+        if start.settings.background:
+            _give_way()
+        opened = opener(Path(start.bundle), start.settings)
+    except TapeoutError as error:
+        connections = Connections(Failure.of(error), ends=(end,))
+        while not (connections.answered or connections.ended):
+            connections.receive(IDLE_MS)
+        return
+    cores = SharedCores(opened.threads)
+    opened = opened._replace(info=replace(opened.info, server_cores=cores.servers))
+    _run(opened, start, cores, Connections(opened.info, opened.folder, ends=(end,)))
 
 
-def serve(connection: Connection, core: EngineCore, compiler: ConstraintCompiler | None, cores: SharedCores) -> None:
-    """Until a :class:`Close` comes. ``compiler``: is loaded once nobody has asked for anything for a while."""
-    arrived = select.poll()
-    arrived.register(connection.fileno(), select.POLLIN)
+def listen(start: Start, listener: socket.socket, key: bytes, opener: Opener = open_bundle) -> None:
+    """Open a bundle and serve whoever connects and has the same key, until SIGTERM or SIGINT.
+
+    :class:`TapeoutError` if it cannot be opened.
+    """
+    opened = opener(Path(start.bundle), start.settings)
+    connections = Connections(opened.info, opened.folder, listener=listener, key=key)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        _run(opened, start, SharedCores(threads=0), connections)
+
+
+def _run(opened: Opened, start: Start, cores: SharedCores, connections: Connections) -> None:
+    info, compiler = opened.info, None
+    if opened.tokenizer is not None:
+        compiler = ConstraintCompiler(opened.tokenizer, info.vocab_size, info.stop_tokens)
+    sampler = BatchSampler(info.vocab_size, compiler, opened.kernel)
+    core = EngineCore(opened.engine, start.limits, sampler, opened.clippings)
+    gc.freeze()  # what was imported and opened stays: the collector need not look at it again
+    try:
+        serve(connections, core, compiler, cores)
+    finally:
+        connections.close()
+        core.close()
+
+
+def serve(connections: Connections, core: EngineCore, compiler: ConstraintCompiler | None, cores: SharedCores) -> None:
+    """While there are connections. ``compiler``: is loaded once nobody has asked for anything for a while."""
     loaded = compiler is None
-    while True:
-        while not core.busy and not arrived.poll(0) and core.prepare():
+    while not connections.ended:
+        while not core.busy and not connections.waiting() and core.prepare():
             pass
-        commands = arrived.poll(0 if core.busy else IDLE_MS)
-        paused = not core.busy and not commands
-        while commands:
-            command: Command = pickle.loads(connection.recv_bytes())
+        for command in connections.receive(0 if core.busy else IDLE_MS):
             match command:
                 case Add():
-                    core.add(command.request, command.arrival)
+                    core.add(command.request, monotonic() - command.age)
                 case Cancel():
                     core.cancel(command.id)
-                case Close():
-                    return
-            commands = arrived.poll(0)
-        if paused and not loaded and compiler is not None:
+        if compiler is not None and connections.quiet and not (loaded or core.busy):
             # Else the first request with a constraint would wait for it, and everybody else with it.
             with suppress(RequestError):  # requests with constraints will be told
                 compiler.load()
@@ -92,9 +108,15 @@ def serve(connection: Connection, core: EngineCore, compiler: ConstraintCompiler
             cores.stepped(now)
         else:
             report = core.report()
-        connection.send_bytes(report.encode())
+        connections.send(report)
         if core.busy:
             core.prepare()
+
+
+def _give_way() -> None:
+    """Run only while no other process wants the processor. Be killed with the parent: while stopped, it is not seen."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # threads that are started from now on have it too
 
 
 def _end_with_parent(descriptor: int) -> None:
@@ -103,3 +125,7 @@ def _end_with_parent(descriptor: int) -> None:
     closed.register(descriptor, select.POLLHUP)
     closed.poll()
     os._exit(EXIT_ORPHANED)
+
+
+if __name__ == "__main__":
+    main()

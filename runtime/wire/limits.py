@@ -14,13 +14,6 @@ class QueueFullError(RequestError):
         super().__init__(found, expected=expected, remedy="send fewer requests at once, or retry later")
         self.retry_after = retry_after
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _queue_full, (type(self), self.found, self.expected, self.retry_after)
-
-
-def _queue_full(kind: type[QueueFullError], found: str, expected: str, retry_after: float | None) -> QueueFullError:
-    return kind(found, expected=expected, retry_after=retry_after)
-
 
 class DisplacedError(QueueFullError):
     """The request waited in a full queue, and one of a higher priority took its place."""

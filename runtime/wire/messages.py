@@ -1,23 +1,27 @@
 """What passes between the server and the engine's process: requests one way, new tokens the other.
 
-Plain data: neither numpy nor an engine is imported here.
+Plain data: neither numpy nor an engine is imported here. Types are what :mod:`runtime.wire.codec` accepts. No message
+holds a reading of a clock: the two ends may run on machines with different ones. Times are durations and ages.
+Dataclasses have slots: without them msgspec leaves out what it has itself filled in by default.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from msgspec import Meta
 
 from tapeout.errors import RequestError
 
+Seconds = Annotated[float, Meta(ge=0, le=1e300)]  # neither NaN nor infinite
+Logprob = Annotated[float, Meta(le=1.0)]  # in nats; of a token that cannot come it is infinite, never NaN
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SamplingSettings:
     """How one request turns logits into tokens. The defaults are greedy decoding.
 
@@ -52,7 +56,7 @@ class SamplingSettings:
                 raise RequestError(f"{name} is {getattr(self, name)}", expected=expected)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Constraint:
     """The response must match. ``text``: a JSON schema, a regular expression, a JSON list of strings, or a grammar."""
 
@@ -60,7 +64,7 @@ class Constraint:
     text: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One response to one prompt (token ids); ``n`` responses are ``n`` requests, which share the prompt's KV blocks.
 
@@ -83,9 +87,9 @@ class GenerateRequest:
     priority: int = 0
     tenant: str = ""
     cache_salt: bytes = b""
-    queue_timeout: float | None = None
-    first_token_timeout: float | None = None
-    timeout: float | None = None
+    queue_timeout: Seconds | None = None
+    first_token_timeout: Seconds | None = None
+    timeout: Seconds | None = None
 
 
 class TokenLogprobs(NamedTuple):
@@ -95,8 +99,8 @@ class TokenLogprobs(NamedTuple):
     """
 
     token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    logprob: Logprob
+    top: tuple[tuple[int, Logprob], ...] = ()
 
 
 class Delta(NamedTuple):
@@ -115,10 +119,10 @@ class Delta(NamedTuple):
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
-    queue_seconds: float | None = None
+    queue_seconds: Seconds | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Of an opened engine: what a server must know of it."""
 
@@ -133,14 +137,13 @@ class EngineInfo:
     stop_tokens: frozenset[int]
     threads: int = 0  # of the processor that compute a step; 0: none
     server_cores: frozenset[int] = frozenset()  # see :mod:`runtime.engine.shared_cores`
+    files: Mapping[str, str] = field(default_factory=dict[str, str])  # sha256 by name: of text files of the bundle
 
 
 class EngineStats(NamedTuple):
     """Counters since the engine was opened, and the state after its last step; what `/metrics` and the page show.
 
     While requests run, counts of stored and clipped values may be 15 steps old.
-
-    Times are ``time.monotonic()`` seconds, which processes of one machine share.
     """
 
     running: int = 0
@@ -150,8 +153,7 @@ class EngineStats(NamedTuple):
     blocks_held: int = 0
     blocks_cached: int = 0
     steps: int = 0
-    stepped_at: float = 0.0  # end of the last step, or when the engine was last seen idle
-    step_seconds: float = 0.0  # of the last step
+    step_seconds: Seconds = 0.0  # of the last step
     step_tokens: int = 0  # fed in the last step
     step_requests: int = 0  # in the last step
     prompt_tokens: int = 0
@@ -166,7 +168,7 @@ class EngineStats(NamedTuple):
     kv_values_clipped: int = 0
     activation_values: int = 0  # quantized to int8 with static scales
     activation_values_clipped: int = 0
-    finished: Mapping[str, int] = MappingProxyType({})  # requests by finish reason
+    finished: Mapping[str, int] = {}  # requests by finish reason
     slots: int = 0  # of recurrent state
     slots_held: int = 0
     slots_cached: int = 0
@@ -186,24 +188,12 @@ class StepReport(NamedTuple):
     stats: EngineStats
     refusals: tuple[RefusedRequest, ...] = ()
 
-    def encode(self) -> bytes:
-        """Plain tuples: pickle stores a class with each value of its own, and calls it again to load one."""
-        parts = [*map(tuple, self.deltas)], tuple(self.stats), [*map(tuple, self.refusals)]
-        return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
-
-    @classmethod
-    def decode(cls, data: bytes) -> StepReport:
-        deltas, stats, refusals = pickle.loads(data)
-        return cls(
-            tuple(map(Delta._make, deltas)), EngineStats._make(stats), tuple(map(RefusedRequest._make, refusals))
-        )
-
 
 class Add(NamedTuple):
-    """Commands to the engine's process. ``arrival``: ``time.monotonic()`` seconds."""
+    """Commands to the engine's process. ``age``: seconds from the request's arrival until this was sent."""
 
     request: GenerateRequest
-    arrival: float
+    age: Seconds
 
 
 class Cancel(NamedTuple):
@@ -211,7 +201,23 @@ class Cancel(NamedTuple):
 
 
 class Close(NamedTuple):
-    """End the process; requests that still run are lost."""
+    """The server takes its leave; requests that still run are lost."""
 
 
-Command = Add | Cancel | Close
+class ReadFile(NamedTuple):
+    """Asks for a text file of the bundle from byte ``offset`` on. ``sha256``: one of :attr:`EngineInfo.files`."""
+
+    sha256: str
+    offset: int
+
+
+class FilePart(NamedTuple):
+    """The answer: at most :data:`PART_BYTES`; none at the end of the file."""
+
+    sha256: str
+    offset: int
+    data: bytes
+
+
+PART_BYTES = 1 << 20
+Command = Add | Cancel | Close | ReadFile

@@ -25,7 +25,8 @@ from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
-from runtime.engine.opening import OpenBundle
+from runtime.engine.opening import open_bundle
+from runtime.wire.start import EngineSettings
 from tapeout.artifact import Artifact
 from tapeout.errors import ResourceError
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Rule
@@ -165,7 +166,7 @@ def test_drift_counts_what_static_grids_clip(
     assert least <= counted.kv.clipped / counted.kv.stored <= most
     assert counter(tokens) == counted
     assert clip_counter(tmp_path, threads=1) is None  # no engine there
-    opened = OpenBundle(threads=1)(bundle.folder)  # as a server does
+    opened = open_bundle(bundle.folder, EngineSettings(threads=1))  # as a server does
     Sequences(opened.engine).prefill(0, tokens)
     assert opened.clippings() == counted
 

@@ -17,23 +17,22 @@ from typing import Any
 
 import psutil
 import pytest
-import uvloop
 
-from runtime.gateway.engines.local import EngineDownError, ProcessClient
-from runtime.wire.limits import DisplacedError, Limits, QueueFullError
+from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.engines.local import ProcessClient
+from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
 from tapeout.cores import keep_to, usable
 from tapeout.errors import ArtifactError, RequestError
-from tests.faulty_engine import CRASH, DIES, FAIL, HANG, REFUSES, OpenFaulty, alone
+from tests.faulty_engine import CRASH, DIES, FAIL, HANG, REFUSES, WORKER, Faulty
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-BUNDLE = Path("7")
 
 
 @asynccontextmanager
-async def served(opener: OpenFaulty | None = None, limits: Limits | None = None, **options: Any) -> AsyncGenerator[Any]:
-    client = ProcessClient(BUNDLE, opener or OpenFaulty(), limits, **options)
+async def served(bundle: Faulty | None = None, limits: Limits | None = None, **options: Any) -> AsyncGenerator[Any]:
+    client = ProcessClient(str(bundle or Faulty()), None, limits, worker=WORKER, **options)
     try:
         await client.open()
         yield client
@@ -57,36 +56,6 @@ def run(test: Awaitable[None]) -> None:
     asyncio.run(bounded())
 
 
-def test_many_requests_at_once_get_the_answers_each_gets_alone() -> None:
-    async def test() -> None:
-        async with served() as client:
-            prompts = [[1 + i % 5, 2, 3, 4 + i % 7, 5][: 2 + i % 4] * (1 + i % 9) for i in range(40)]
-            answers = await asyncio.gather(*[answer(client, f"{i}", prompt) for i, prompt in enumerate(prompts)])
-            engine = OpenFaulty().engine(BUNDLE)
-            assert [tokens(deltas) for deltas in answers] == [alone(engine, prompt, 20) for prompt in prompts]
-            await until(lambda: client.stats.blocks_held == 0)
-            assert client.stats.finished == {"length": 40} and client.ready and client.healthy
-
-    run(test())
-
-
-def test_a_crash_ends_running_requests_and_the_engine_is_started_again() -> None:
-    async def test() -> None:
-        async with served() as client:
-            running = asyncio.ensure_future(answer(client, "a", [1, 2], 200))
-            await until(lambda: client.stats.running == 1)
-            with pytest.raises(EngineDownError, match="has ended"):
-                await answer(client, "b", [1, CRASH])
-            with pytest.raises(EngineDownError):
-                await running
-            assert not client.ready and not client.healthy
-            await until(lambda: client.ready)
-            assert client.healthy and client.restarts == 1
-            assert len(tokens(await answer(client, "a", [1, 2]))) == 20
-
-    run(test())
-
-
 def test_a_killed_process_is_started_again() -> None:
     async def test() -> None:
         async with served() as client:
@@ -94,32 +63,6 @@ def test_a_killed_process_is_started_again() -> None:
             child.kill()
             await until(lambda: client.restarts == 1 and client.ready)
             assert len(tokens(await answer(client, "a", [1, 2]))) == 20
-
-    run(test())
-
-
-def test_a_stuck_engine_is_unhealthy_then_killed_and_started_again() -> None:
-    async def test() -> None:
-        async with served(quiet_seconds=0.7, stuck_seconds=1.5) as client:
-            stuck = asyncio.ensure_future(answer(client, "a", [1, HANG]))
-            await until(lambda: not client.healthy)
-            assert client.ready and not stuck.done()
-            with pytest.raises(EngineDownError, match=r"has not reported for 1\.5 seconds"):
-                await stuck
-            await until(lambda: client.healthy)
-            assert len(tokens(await answer(client, "b", [1, 2]))) == 20
-
-    run(test())
-
-
-def test_a_busy_engine_is_healthy_longer_than_it_may_be_silent() -> None:
-    async def test() -> None:
-        async with served(OpenFaulty(step_seconds=0.1), quiet_seconds=0.7, stuck_seconds=1.0) as client:
-            running = asyncio.ensure_future(answer(client, "a", [1, 2], 25))
-            while not running.done():
-                assert client.healthy
-                await asyncio.sleep(0.05)
-            assert len(tokens(await running)) == 25 and client.restarts == 0
 
     run(test())
 
@@ -144,135 +87,11 @@ def test_an_engine_that_is_opened_later_may_use_all_cores() -> None:
         async with served() as client:
             try:
                 keep_to(frozenset({max(cores)}))
-                await client.swap(Path("8"))
+                await client.swap(str(Faulty("8")))
                 await until(lambda: len(psutil.Process().children()) == 1)
                 assert os.sched_getaffinity(psutil.Process().children()[0].pid) == cores
             finally:
                 keep_to(cores)
-
-    run(test())
-
-
-def test_a_closed_iterator_frees_everything_within_a_step() -> None:
-    async def test() -> None:
-        async with served(OpenFaulty(step_seconds=0.05)) as client:
-            stream = client.generate(GenerateRequest("a", [1, 2, 3, 4, 5], 200))
-            first = await anext(stream)
-            assert first.tokens and client.stats.blocks_held
-            steps = client.stats.steps
-            await stream.aclose()
-            await until(lambda: client.stats.finished.get("cancelled") == 1)
-            assert client.stats.steps <= steps + 2  # the one that ran, and no other
-            assert client.stats.blocks_held == client.stats.running == 0
-
-    run(test())
-
-
-def test_one_request_that_the_engine_cannot_run_ends_alone() -> None:
-    async def test() -> None:
-        async with served() as client:
-            good = asyncio.ensure_future(answer(client, "good", [1, 2], 100))
-            (bad,) = await answer(client, "bad", [1, FAIL])
-            assert bad.finish_reason == "error" and "cannot run this batch" in (bad.error or "")
-            assert tokens(await good) == alone(OpenFaulty().engine(BUNDLE), [1, 2], 100)
-
-    run(test())
-
-
-@pytest.mark.parametrize(
-    ("prompt", "settings"),
-    [
-        ([], {}),
-        ([-1], {}),
-        ([99], {}),
-        (["one"], {}),
-        ([1.5, None], {}),
-        ([1] * 999, {}),
-        ([1], {"stop_tokens": frozenset({99})}),
-        ([1], {"prompt_logprobs": -1}),
-        ([1], {"logprobs": 10**9}),
-        ([1], {"min_new_tokens": 99}),
-        ([1], {"priority": "high"}),
-        ([1], {"cache_salt": "text"}),
-    ],
-)
-def test_no_request_is_bad_enough_to_end_the_engine(prompt: list[Any], settings: dict[str, Any]) -> None:
-    async def test() -> None:
-        async with served() as client:
-            with pytest.raises(RequestError):
-                await answer(client, "bad", prompt, **settings)
-            assert len(tokens(await answer(client, "good", [1, 2]))) == 20
-            assert client.restarts == 0 and client.stats.running == client.stats.waiting == 0
-
-    run(test())
-
-
-def test_drain_lets_requests_end_and_takes_no_more() -> None:
-    async def test() -> None:
-        async with served() as client:
-            running = asyncio.ensure_future(answer(client, "a", [1, 2], 100))
-            await until(lambda: client.stats.running == 1)
-            drain = asyncio.ensure_future(client.drain(30))
-            await asyncio.sleep(0)
-            assert not client.ready and client.healthy
-            with pytest.raises(EngineDownError, match="shutting down"):
-                await answer(client, "b", [1])
-            await drain
-            assert len(tokens(await running)) == 100
-
-    run(test())
-
-
-def test_drain_cancels_what_takes_too_long() -> None:
-    async def test() -> None:
-        async with served(OpenFaulty(step_seconds=0.05)) as client:
-            running = asyncio.ensure_future(answer(client, "a", [1, 2], 200))
-            await until(lambda: client.stats.running == 1)
-            await client.drain(0.2)
-            deltas = await running
-            assert deltas[-1].finish_reason == "cancelled" and len(tokens(deltas)) < 200
-
-    run(test())
-
-
-def test_swap_under_load_loses_no_request() -> None:
-    async def test() -> None:
-        async with served() as client:
-            digests: set[str] = set()
-            stop = False
-
-            async def load(name: int) -> list[list[int]]:
-                answers: list[list[int]] = []
-                while not stop:
-                    digests.add(client.info.digest)
-                    answers.append(tokens(await answer(client, f"{name}-{len(answers)}", [1, 2, 3])))
-                return answers
-
-            loads = [asyncio.ensure_future(load(name)) for name in range(8)]
-            await until(lambda: client.stats.generated_tokens > 100)
-            await client.swap(Path("8"))
-            assert client.info.name == "8" and client.ready
-            await until(lambda: client.stats.generated_tokens > 100)
-            stop = True
-            expected = [alone(OpenFaulty().engine(Path(name)), [1, 2, 3], 20) for name in ("7", "8")]
-            for answers in await asyncio.gather(*loads):
-                assert answers[0] == expected[0] and answers[-1] == expected[1]
-                assert all(found in expected for found in answers)
-            assert len(digests) == 2 and client.restarts == 0
-            await until(lambda: len(psutil.Process().children()) == 1)  # the old one is closed
-
-    run(test())
-
-
-def test_a_bundle_that_does_not_open_changes_nothing() -> None:
-    async def test() -> None:
-        async with served() as client:
-            running = asyncio.ensure_future(answer(client, "a", [1, 2], 100))
-            with pytest.raises(ArtifactError, match=r"no record\.json") as caught:
-                await client.swap(Path(REFUSES))
-            assert caught.value.remedy == "build one"
-            assert client.ready and len(tokens(await running)) == 100
-            assert len(psutil.Process().children()) == 1
 
     run(test())
 
@@ -282,7 +101,7 @@ def test_a_bundle_that_opens_and_gives_no_token_changes_nothing() -> None:
         async with served() as client:
             running = asyncio.ensure_future(answer(client, "a", [1, 2], 100))
             with pytest.raises(EngineDownError, match="has ended"):
-                await client.swap(Path(DIES))
+                await client.swap(str(Faulty(DIES)))
             assert client.info.name == "7" and client.ready and len(tokens(await running)) == 100
             assert client.restarts == 0 and len(psutil.Process().children()) == 1
 
@@ -291,43 +110,11 @@ def test_a_bundle_that_opens_and_gives_no_token_changes_nothing() -> None:
 
 def test_a_bundle_that_does_not_open_is_an_error_at_start() -> None:
     async def test() -> None:
-        client = ProcessClient(Path(REFUSES), OpenFaulty())
+        client = ProcessClient(str(Faulty(REFUSES)), worker=WORKER)
         with pytest.raises(ArtifactError, match=r"no record\.json"):
             await client.open()
         await client.close()
         assert not psutil.Process().children()
-
-    run(test())
-
-
-def test_a_full_queue_refuses_or_displaces() -> None:
-    async def test() -> None:
-        limits = Limits(max_running=1, max_waiting=1)
-        async with served(OpenFaulty(step_seconds=0.02), limits) as client:
-            first = asyncio.ensure_future(answer(client, "first", [1, 2], 40, priority=1))
-            await until(lambda: client.stats.running == 1)
-            waits = asyncio.ensure_future(answer(client, "waits", [1, 2], 2, priority=1))
-            await until(lambda: client.stats.waiting == 1)
-            with pytest.raises(QueueFullError) as caught:
-                await answer(client, "late", [1, 2], 2, priority=1)
-            assert caught.value.retry_after is not None and caught.value.retry_after > 0
-            urgent = asyncio.ensure_future(answer(client, "urgent", [1, 2], 2, priority=0))
-            with pytest.raises(DisplacedError, match="higher priority"):
-                await waits
-            assert len(tokens(await urgent)) == 2 and len(tokens(await first)) == 40
-
-    run(test())
-
-
-def test_timeouts_end_requests() -> None:
-    async def test() -> None:
-        async with served(OpenFaulty(step_seconds=0.05), Limits(max_running=1)) as client:
-            total = asyncio.ensure_future(answer(client, "total", [1, 2], 200, timeout=0.5))
-            await until(lambda: client.stats.running == 1)
-            (queued,) = await answer(client, "queued", [1, 2], 2, queue_timeout=0.2)
-            assert queued.finish_reason == "timeout" and not queued.tokens
-            deltas = await total
-            assert deltas[-1].finish_reason == "timeout" and 2 < len(tokens(deltas)) < 20
 
     run(test())
 
@@ -337,10 +124,10 @@ def test_an_idle_engine_costs_nothing_and_says_that_it_lives() -> None:
         async with served() as client:
             await answer(client, "a", [1, 2])
             (child,) = psutil.Process().children()
-            before, seen = sum(child.cpu_times()[:2]), client.stats.stepped_at
+            before, stats = sum(child.cpu_times()[:2]), client.stats
             await asyncio.sleep(2)
             assert sum(child.cpu_times()[:2]) - before < 0.2
-            assert client.stats.stepped_at > seen and client.healthy
+            assert client.stats is not stats and client.silent_seconds < 1 and client.healthy
 
     run(test())
 
@@ -371,7 +158,7 @@ def test_a_random_crowd_leaves_nothing_behind() -> None:
             await stream.aclose()
 
     async def test() -> None:
-        async with served(OpenFaulty(step_seconds=0.0, slots=4), Limits(max_running=4, step_tokens=32)) as client:
+        async with served(Faulty(step_seconds=0.0, slots=4), Limits(max_running=4, step_tokens=32)) as client:
             chance, handles = random.Random(1), psutil.Process().num_fds()
 
             async def crowd(first: int) -> list[str]:
@@ -392,13 +179,13 @@ def test_a_random_crowd_leaves_nothing_behind() -> None:
 
 
 SERVER = """
-import asyncio, pathlib
+import asyncio
 from runtime.gateway.engines.local import ProcessClient
 from runtime.wire.messages import GenerateRequest
-from tests.faulty_engine import OpenFaulty
+from tests.faulty_engine import WORKER, Faulty
 
 async def main():
-    client = ProcessClient(pathlib.Path("7"), OpenFaulty(max_tokens=8192))
+    client = ProcessClient(str(Faulty(max_tokens=8192)), worker=WORKER)
     await client.open()
     print("open", flush=True)
     async for _ in client.generate(GenerateRequest("a", [1, PROMPT], 8000)):
@@ -425,25 +212,3 @@ def test_the_engine_ends_with_its_server(prompt: int) -> None:
         server.wait()
         assert server.stdout is not None
         server.stdout.close()
-
-
-def test_commands_that_fill_the_socket_during_a_long_step_all_arrive() -> None:
-    """Under uvloop, too: its sockets do not block, so a write to a full one must be continued later."""
-
-    async def test() -> None:
-        limits = Limits(max_waiting=1000, max_waiting_tokens=10**6)
-        async with served(OpenFaulty(step_seconds=0.3), limits) as client:
-            prompt = [1, 2] * 100
-            bias = dict.fromkeys(range(5), 1.0)
-            asked = [
-                answer(client, f"{'x' * 2000}{i}", prompt, 1, sampling=SamplingSettings(logit_bias=bias))
-                for i in range(300)
-            ]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            assert not [found for found in answers if isinstance(found, BaseException)]
-            assert client.restarts == 0
-
-    async def bounded() -> None:
-        await asyncio.wait_for(test(), 60)
-
-    uvloop.run(bounded())

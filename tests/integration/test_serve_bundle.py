@@ -9,9 +9,9 @@ import pytest
 
 from engines.load import load
 from engines.sequences import Sequences
-from runtime.engine.opening import OpenBundle
 from runtime.gateway.engines.local import ProcessClient
 from runtime.wire.messages import GenerateRequest
+from runtime.wire.start import EngineSettings
 from tapeout.errors import ArtifactError, RequestError
 from tests.exported import build_float, family_graph
 
@@ -39,7 +39,7 @@ def test_requests_get_what_the_engine_gives_each_alone(bundle: Path) -> None:
     sequences.close()
 
     async def test() -> list[list[int]]:
-        client = ProcessClient(bundle, OpenBundle(threads=1))
+        client = ProcessClient(str(bundle), EngineSettings(threads=1))
         try:
             await client.open()
             assert client.info.digest and client.info.weight_bytes > 0 and client.info.name == "bundle"
@@ -58,7 +58,8 @@ def test_requests_get_what_the_engine_gives_each_alone(bundle: Path) -> None:
 @pytest.mark.parametrize("missing", [True, False])
 def test_what_cannot_be_opened_says_why(tmp_path: Path, bundle: Path, missing: bool) -> None:
     async def test() -> None:
-        client = ProcessClient(tmp_path / "none" if missing else bundle, OpenBundle(threads=1, kv_bytes=10))
+        folder = tmp_path / "none" if missing else bundle
+        client = ProcessClient(str(folder), EngineSettings(threads=1, kv_bytes=10))
         try:
             with pytest.raises(ArtifactError if missing else RequestError) as caught:
                 await client.open()

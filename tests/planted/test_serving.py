@@ -13,19 +13,19 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.engine.core import EngineCore
-from runtime.gateway.engines.local import EngineDownError, ProcessClient
+from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.engines.local import ProcessClient
 from runtime.gateway.operations.health import Health
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
-from tests.faulty_engine import CRASH, HANG, OpenFaulty
+from tests.faulty_engine import CRASH, HANG, WORKER, Faulty
 from tests.http_server import MODEL, VOCAB, Served, serving
 from tests.serving_client import SlowEngine
 
@@ -234,7 +234,7 @@ def test_a_prefix_of_another_salt_is_not_found() -> None:
 
 def _process(test: Callable[[ProcessClient], Awaitable[None]], **options: Any) -> None:
     async def run() -> None:
-        client = ProcessClient(Path("7"), OpenFaulty(), **options)
+        client = ProcessClient(str(Faulty()), worker=WORKER, **options)
         try:
             await client.open()
             await asyncio.wait_for(test(client), 60)
@@ -275,6 +275,27 @@ def test_an_engine_that_is_stuck_is_unhealthy() -> None:
         assert await _answer(client, "b", [1, 2]) == 5
 
     _process(test, quiet_seconds=0.7, stuck_seconds=2.0)
+
+
+@pytest.mark.parametrize("place", [0, 5, 10, 23])
+def test_bytes_between_server_and_engine_are_damaged(place: int) -> None:
+    """In its length, checksum and MAC, and in its content, where a changed token would be another answer."""
+
+    async def test(client: ProcessClient) -> None:
+        connection = client._current
+        taken, connection.data_received = connection.data_received, lambda data: taken(damaged(data))
+
+        def damaged(data: bytes) -> bytes:
+            at = place if place < 23 else len(data) - 1
+            return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+        with pytest.raises(EngineDownError, match="cannot be understood"):
+            await _answer(client, "a", [1, 2])
+        while not client.ready:
+            await asyncio.sleep(0.01)
+        assert await _answer(client, "b", [1, 2]) == 5
+
+    _process(test)
 
 
 def test_a_drain_meets_new_requests_and_a_long_one() -> None:

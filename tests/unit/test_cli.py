@@ -38,6 +38,7 @@ from tests.unit.test_generate import Scripted, characters
 COMMANDS = [
     "generate",
     "serve",
+    "engine",
     "keys",
     "usage",
     "gate",

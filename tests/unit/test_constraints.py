@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from runtime.constraints import compiler as constraints
 from runtime.constraints import limits as constraint_limits
 from runtime.constraints.check import ConstraintChecker
-from runtime.constraints.compiler import MOST_BYTES, ConstraintCompiler
+from runtime.constraints.compiler import ConstraintCompiler
+from runtime.constraints.size import MOST_BYTES
 from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.wire.messages import Constraint, GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError

@@ -17,6 +17,7 @@ from engines.protocol import Entry, Result
 from runtime.engine.core import BROKEN_STEPS, CLIPPING_STEPS, EngineBrokenError, EngineCore
 from runtime.engine.speculation import Speculation
 from runtime.engine.step_costs import StepCosts
+from runtime.wire.codec import decode, encode
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings, StepReport
 from tapeout.errors import RequestError
@@ -159,7 +160,7 @@ class Served(RuleBasedStateMachine):
         self.take(self.core.step(self.now))
 
     def take(self, report: StepReport) -> None:
-        received = StepReport.decode(report.encode())
+        received = decode(encode(report))
         assert received[:2] == report[:2] and list(map(repr, received.refusals)) == list(map(repr, report.refusals))
         for delta in report.deltas:
             assert delta.id in self.live, "more of a request that has ended"

@@ -81,6 +81,18 @@ def test_a_pull_imports_little() -> None:
     assert found & {"evals", "pipeline.recipe", "pipeline.registry.judged", "tapeout.signing"} == set()
 
 
+def test_the_gateway_and_the_wire_import_neither_numpy_nor_an_engine() -> None:
+    """They may run where there is no engine. Planted: any of the imports that are forbidden here."""
+    light = [
+        name for name in RUNTIME if name.startswith(("runtime.gateway", "runtime.wire", "runtime.constraints.check"))
+    ]
+    found = modules("\n".join(f"import {name}" for name in light))
+    assert len(light) > 30 and {*light} <= found
+    assert {
+        name for name in found if name.split(".")[0] in {"numpy", "engines"} or name.startswith("runtime.engine")
+    } == set()
+
+
 def test_serving_a_bundle_needs_no_torch_and_no_registry() -> None:
     statement = "import pipeline.cli.serve, runtime.gateway.http.run, runtime.engine.worker, engines.targets.ort_cpu"
     assert heavy_imports(statement, HEAVY) == set()

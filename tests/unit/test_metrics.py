@@ -182,8 +182,9 @@ def test_health_and_readiness_give_their_reasons(health: tuple[LocalClient, list
     client.down = True
     assert now() == (200, 503, "the engine is being started again")
     client.down, client.healthy = False, False
-    client.stats = EngineStats(running=2, waiting=5, stepped_at=1e-9)
-    assert now()[:2] == (503, 503)
-    assert "2 requests run, 5 wait" in http.get("/health").json()["reason"]
+    client.stats = EngineStats(running=2, waiting=5)
+    assert now() == (503, 503, "the engine has not reported yet; 2 requests run, 5 wait")
+    client.silent_seconds = 6.7
+    assert now() == (503, 503, "the engine has not reported for 7 seconds; 2 requests run, 5 wait")
     client.healthy, draining[0] = True, True
     assert now() == (200, 503, "the server is draining")

@@ -24,14 +24,15 @@ from runtime.gateway.protocol.bodies import Message
 from runtime.gateway.protocol.calls import Call, Caller
 from runtime.gateway.text.model import ResponseText, TextModel
 from runtime.wire.messages import GenerateRequest, SamplingSettings
+from runtime.wire.start import EngineSettings
 from tapeout.observations import OBSERVATIONS_FILE, ObservationLog, read_observations
-from tests.faulty_engine import REFUSES, OpenFaulty, alone
+from tests.faulty_engine import REFUSES, WORKER, Faulty, FaultyEngine, alone
 from tests.http_server import byte_tokenizer
 from tests.waiting import until
 
-SAME, OTHER = Path("7"), Path("8")  # seeds of the challenger's weights; the champion's is 7
+SAME, OTHER = Faulty("7"), Faulty("8")  # seeds of the challenger's weights; the champion's is 7
 POISON = 12  # a token that ends a challenger's process
-PLAN = frozen_plan(Online(share=1.0), OpenFaulty().engine(SAME).digest, "b" * 64)
+PLAN = frozen_plan(Online(share=1.0), FaultyEngine(SAME).digest, "b" * 64)
 TEXT = TextModel(PLAN.champion, byte_tokenizer())
 SAMPLED = SamplingSettings(temperature=1.0, seed=5)
 
@@ -76,11 +77,11 @@ def challenger_process() -> psutil.Process:
 
 @asynccontextmanager
 async def mirroring(
-    folder: Path, challenger: Path = SAME, opener: OpenFaulty | None = None, *, plan: Any = PLAN, champion: Any = None
+    folder: Path, challenger: Faulty = SAME, *, plan: Any = PLAN, champion: Faulty = SAME
 ) -> AsyncGenerator[Mirroring]:
-    client = ProcessClient(Path("7"), champion or OpenFaulty())
+    client = ProcessClient(str(champion), worker=WORKER)
     shadow = ShadowMirror(ObservationLog(folder, plan), plan, folder)
-    work = asyncio.ensure_future(shadow.run(challenger, opener or OpenFaulty()))
+    work = asyncio.ensure_future(shadow.run(str(challenger), EngineSettings(), worker=WORKER))
     try:
         await client.open()
         await until(lambda: shadow.ready or work.done())
@@ -151,7 +152,7 @@ def test_agreement_is_that_of_the_engines_token_by_token(tmp_path: Path) -> None
         async with mirroring(tmp_path, OTHER) as served:
             answer = [t for part in await served.ask([4, 5], new=40, sampling=SAMPLED) for t in part.tokens]
             await served.observed(1)
-            champion, challenger = OpenFaulty().engine(SAME), OpenFaulty().engine(OTHER)
+            champion, challenger = FaultyEngine(SAME), FaultyEngine(OTHER)
             histories = [[4, 5, *answer[:place]] for place in range(40)]
             agree = sum(
                 champion.logits_after(each).argmax() == challenger.logits_after(each).argmax() for each in histories
@@ -164,8 +165,8 @@ def test_agreement_is_that_of_the_engines_token_by_token(tmp_path: Path) -> None
 
 def test_a_challenger_that_crashes_costs_no_request_and_disagrees(tmp_path: Path) -> None:
     async def test() -> None:
-        async with mirroring(tmp_path, opener=OpenFaulty(crash=POISON)) as served:
-            engine = OpenFaulty().engine(SAME)
+        async with mirroring(tmp_path, Faulty(crash=POISON)) as served:
+            engine = FaultyEngine(SAME)
             harmless = [prompt for prompt in ([1, n] for n in range(10)) if POISON not in alone(engine, prompt, 12)]
             for prompt in (harmless[0], [1, POISON], harmless[1]):
                 parts = await served.ask(prompt)
@@ -215,7 +216,7 @@ def test_a_log_that_cannot_be_written_costs_no_request(tmp_path: Path) -> None:
 
 def test_the_challenger_waits_while_calls_run(tmp_path: Path) -> None:
     async def test() -> None:
-        async with mirroring(tmp_path, champion=OpenFaulty(step_seconds=0.02)) as served:
+        async with mirroring(tmp_path, champion=Faulty(step_seconds=0.02)) as served:
             long = asyncio.ensure_future(served.ask([5, 6], new=60))
             await until(lambda: served.client.stats.running == 1)
             await served.ask([1, 2], new=4)
@@ -231,9 +232,7 @@ def test_the_challenger_waits_while_calls_run(tmp_path: Path) -> None:
 
 def test_a_call_stops_the_challenger_in_the_middle_of_an_answer(tmp_path: Path) -> None:
     async def test() -> None:
-        async with mirroring(
-            tmp_path, opener=OpenFaulty(step_seconds=0.5), champion=OpenFaulty(step_seconds=0.02)
-        ) as served:
+        async with mirroring(tmp_path, Faulty(step_seconds=0.5), champion=Faulty(step_seconds=0.02)) as served:
             await served.ask([1, 2])
             await until(lambda: not served.shadow.waiting)
             assert not read_observations(tmp_path).made
@@ -312,7 +311,7 @@ def replace_champion() -> Any:
 
 def test_an_answer_longer_than_the_challengers_context_disagrees(tmp_path: Path) -> None:
     async def test() -> None:
-        async with mirroring(tmp_path, opener=OpenFaulty(max_tokens=16, slots=1)) as served:
+        async with mirroring(tmp_path, Faulty(max_tokens=16, slots=1)) as served:
             await served.ask([1] * 10, new=20)
             await served.ask([1] * 30, new=20)
             await served.observed(2)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, suppress
 from threading import Thread
+from typing import Any
 
 import pytest
 
 from runtime.constraints.compiler import ConstraintCompiler
 from runtime.engine import worker
+from runtime.engine.connections import Connections
 from runtime.engine.core import EngineCore
 from runtime.engine.shared_cores import SharedCores
 from runtime.engine.worker import serve
 from runtime.wire.limits import Limits
-from runtime.wire.messages import Add, Close, GenerateRequest, StepReport
+from runtime.wire.messages import Add, Close, Command, EngineInfo, GenerateRequest, StepReport
+from runtime.wire.session import Session
 from tests.fake_engine import HistoryEngine
 
 
@@ -31,24 +33,60 @@ class SlowCompiler(ConstraintCompiler):
         time.sleep(0.3)
 
 
+class Server:
+    """Its end of a connection."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._session = end, Session("server")
+        self._messages: list[Any] = []
+        while not self._messages:
+            self._receive()
+        assert isinstance(self._messages.pop(0), EngineInfo)
+
+    def send(self, message: Command) -> None:
+        self._socket.sendall(self._session.frame(message))
+
+    def report(self, seconds: float | None = None) -> StepReport:
+        """The next one; :class:`TimeoutError` if it takes longer."""
+        self._socket.settimeout(seconds)
+        while not self._messages:
+            self._receive()
+        return self._messages.pop(0)
+
+    def _receive(self) -> None:
+        self._socket.sendall(self._session.outgoing)
+        self._session.outgoing.clear()
+        self._messages += self._session.receive(self._socket.recv(1 << 16))
+
+
 @contextmanager
-def serving(engine: HistoryEngine, compiler: ConstraintCompiler | None = None) -> Iterator[Connection]:
-    ours, theirs = Pipe()
+def serving(engine: HistoryEngine, compiler: ConstraintCompiler | None = None) -> Iterator[Server]:
+    ours, theirs = socket.socketpair()
     core = EngineCore(engine, Limits(max_running=4, max_draft_tokens=0))
-    thread = Thread(target=serve, args=(theirs, core, compiler, SharedCores(threads=1)))
+    connections = Connections(EngineInfo("digest", "name", 64, 12, 4, 8, 1, 1, frozenset()), ends=(theirs,))
+
+    def run() -> None:
+        while not connections.answered:
+            connections.receive(1000)
+        serve(connections, core, compiler, SharedCores(threads=1))
+
+    thread = Thread(target=run)
     thread.start()
-    try:
-        yield ours
-    finally:
-        ours.send(Close())
-        thread.join()
+    with ours:
+        server = Server(ours)
+        try:
+            yield server
+        finally:
+            server.send(Close())
+            thread.join()
 
 
-def reports(connection: Connection, seconds: float) -> list[StepReport]:
+def reports(server: Server, seconds: float) -> list[StepReport]:
     """Those that come within so many seconds."""
     found, until = list[StepReport](), time.monotonic() + seconds
-    while connection.poll(max(0.0, until - time.monotonic())):
-        found.append(StepReport.decode(connection.recv_bytes()))
+    with suppress(TimeoutError):
+        while (left := until - time.monotonic()) > 0:
+            found.append(server.report(left))
     return found
 
 
@@ -59,14 +97,14 @@ def engine() -> HistoryEngine:
 def test_a_request_that_comes_first_does_not_wait_for_constraints() -> None:
     """Planted: the compiler loaded at once, or never."""
     compiler = SlowCompiler()
-    with serving(engine(), compiler) as connection:
-        connection.send(Add(GenerateRequest("a", [1, 2], 3), time.monotonic()))
+    with serving(engine(), compiler) as server:
+        server.send(Add(GenerateRequest("a", [1, 2], 3), 0.0))
         tokens = 0
         while tokens < 3:
-            report = StepReport.decode(connection.recv_bytes())
+            report = server.report()
             tokens += sum(len(delta.tokens) for delta in report.deltas)
             assert not compiler.loads
-        reports(connection, worker.IDLE_MS / 1000 + 0.5)
+        reports(server, worker.IDLE_MS / 1000 + 0.5)
         assert compiler.loads == 1
 
 
@@ -75,16 +113,16 @@ def test_an_idle_engine_works_ahead_until_there_is_nothing_more(monkeypatch: pyt
     monkeypatch.setattr(worker, "IDLE_MS", 100)
     fake = engine()
     fake.work_ahead = 20
-    with serving(fake) as connection:
-        assert len(reports(connection, 0.35)) <= 4
+    with serving(fake) as server:
+        assert len(reports(server, 0.35)) <= 4
         assert 20 <= len(fake.prepared) <= 24, "once more in each pause"
         assert set(fake.prepared) == {4}
 
 
 def test_a_running_engine_works_ahead_once_its_report_is_sent() -> None:
     fake = engine()
-    with serving(fake) as connection:
-        connection.send(Add(GenerateRequest("a", [1, 2], 5), time.monotonic()))
-        while not any(delta.finish_reason for delta in StepReport.decode(connection.recv_bytes()).deltas):
+    with serving(fake) as server:
+        server.send(Add(GenerateRequest("a", [1, 2], 5), 0.0))
+        while not any(delta.finish_reason for delta in server.report().deltas):
             pass
         assert fake.prepared.count(1) == 4, "after each step but the last"

@@ -9,10 +9,31 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.shared import Json, JudgeBy, Params, PublicKey, show
+from pipeline.cli.shared import EngineKey, Json, JudgeBy, Params, PublicKey, show
 
 commands = typer.Typer()
 on_panel = partial(commands.command, rich_help_panel="Use an engine")
+Threads = Annotated[int, typer.Option(help="Of the engine; 0 means every physical core.")]
+Slots = Annotated[int | None, typer.Option(help="KV memory for so many sequences of full length; by default as built.")]
+KVBytes = Annotated[str | None, typer.Option(help="Instead of --slots: most memory of the KV cache: 2GiB.")]
+MaxWaiting = Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")]
+MaxRunning = Annotated[
+    int | None, typer.Option(min=1, help="Requests that run at once; by default 64, or as many as were measured.")
+]
+DraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Most tokens that prompt lookup guesses for a request in a step; 0 switches it off. By default 8, or "
+        "as many as were measured.",
+    ),
+]
+Unsafe = Annotated[bool, typer.Option("--unsafe", help="Serve a bundle that has no PASS verdict.")]
+# Of `tapeout serve`: what is said to the engine's own command where the engine runs elsewhere.
+OF_THE_ENGINE = (
+    *("source", "threads", "slots", "kv_bytes", "max_waiting", "max_running", "draft_tokens", "follow_seconds"),
+    *("unsafe", "public_key", "judge_by", "shadow"),
+)
 
 
 @on_panel()
@@ -57,6 +78,7 @@ def generate(
 
 @on_panel()
 def serve(
+    context: typer.Context,
     source: Annotated[
         str | None,
         typer.Argument(
@@ -72,23 +94,12 @@ def serve(
         list[str] | None,
         typer.Option(help="What requests call the model; may be given more than once. Responses have the first."),
     ] = None,
-    threads: Annotated[int, typer.Option(help="Of the engine; 0 means every physical core.")] = 0,
-    slots: Annotated[
-        int | None, typer.Option(help="KV memory for so many sequences of full length; by default as built.")
-    ] = None,
-    kv_bytes: Annotated[str | None, typer.Option(help="Instead of --slots: most memory of the KV cache: 2GiB.")] = None,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")] = 1024,
-    max_running: Annotated[
-        int | None, typer.Option(min=1, help="Requests that run at once; by default 64, or as many as were measured.")
-    ] = None,
-    draft_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Most tokens that prompt lookup guesses for a request in a step; 0 switches it off. By default 8, or "
-            "as many as were measured.",
-        ),
-    ] = None,
+    threads: Threads = 0,
+    slots: Slots = None,
+    kv_bytes: KVBytes = None,
+    max_waiting: MaxWaiting = 1024,
+    max_running: MaxRunning = None,
+    draft_tokens: DraftTokens = None,
     queue_seconds: Annotated[
         float | None, typer.Option(help="A request that waits longer is ended with 408; without, it waits.")
     ] = None,
@@ -99,7 +110,7 @@ def serve(
     follow_seconds: Annotated[
         float, typer.Option(help="How often to look for a new champion, which is swapped in; 0 never looks.")
     ] = 5.0,
-    unsafe: Annotated[bool, typer.Option("--unsafe", help="Serve a bundle that has no PASS verdict.")] = False,
+    unsafe: Unsafe = False,
     public_key: PublicKey = None,
     judge_by: JudgeBy = None,
     api_key: Annotated[
@@ -141,6 +152,14 @@ def serve(
         "shadow"
     ),
     shadow_threads: Annotated[int, typer.Option(help="Of the challenger.")] = 1,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve an engine that runs elsewhere: tcp:HOST:PORT or unix:PATH of `tapeout engine`.",
+            metavar="ADDRESS",
+        ),
+    ] = None,
+    engine_key: EngineKey = None,
     params: Params = Path("params.yaml"),
 ) -> None:
     """Serve an engine over the OpenAI API (docs/serving.md). A bundle without a PASS for this hardware is refused.
@@ -151,7 +170,9 @@ def serve(
     from pipeline.registry.pull import Requirements
 
     mirrored = None
-    if source is None or shadow is not None:
+    if engine is not None:
+        command.require_elsewhere([name for name in OF_THE_ENGINE if _is_given(context, name)])
+    elif source is None or shadow is not None:
         from pipeline.recipe import load_recipe
 
         recipe = load_recipe(params)
@@ -162,7 +183,7 @@ def serve(
             mirrored = ShadowOptions(shadow, recipe.online, share, shadow_log, shadow_threads)
     command.run(
         command.Options(
-            source=source,
+            source=source or "",
             host=host,
             port=port,
             names=tuple(served_model_name or ()),
@@ -187,8 +208,55 @@ def serve(
             traces=traces,
             cors_origins=tuple(cors_origin or ()),
             shadow=mirrored,
+            engine=engine,
+            engine_key=engine_key,
         )
     )
+
+
+@on_panel()
+def engine(
+    source: Annotated[
+        str,
+        typer.Argument(help="A bundle's folder, models:/NAME@ALIAS or models:/NAME/VERSION, which is not followed."),
+    ],
+    listen: Annotated[str, typer.Option(help="Where servers connect: tcp:HOST:PORT or unix:PATH.", metavar="ADDRESS")],
+    key_file: EngineKey = None,
+    threads: Threads = 0,
+    slots: Slots = None,
+    kv_bytes: KVBytes = None,
+    max_waiting: MaxWaiting = 1024,
+    max_running: MaxRunning = None,
+    draft_tokens: DraftTokens = None,
+    unsafe: Unsafe = False,
+    public_key: PublicKey = None,
+    judge_by: JudgeBy = None,
+) -> None:
+    """Run an engine by itself, for `tapeout serve --engine ADDRESS` (docs/serving.md). It needs a PASS as there.
+
+    Example: `tapeout engine artifacts/candidate --listen tcp:0.0.0.0:7000 --key-file engine.key`
+    """
+    from pipeline.cli import engine as command
+    from pipeline.cli.serve import parse_bytes
+    from pipeline.registry.pull import Requirements
+    from runtime.wire.start import EngineSettings
+
+    memory = None if kv_bytes is None else parse_bytes(kv_bytes)
+    command.run(
+        source,
+        listen,
+        key_file,
+        EngineSettings(threads, slots, memory, public_key and str(public_key)),
+        {"max_running": max_running, "max_draft_tokens": draft_tokens},
+        max_waiting,
+        Requirements(unsafe=True) if unsafe else Requirements(public_key, judge_by),
+    )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """On the command line itself."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @on_panel()

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from runtime.constraints.compiler import TOO_COMPLEX
-from runtime.gateway.engines.local import EngineClient
+from runtime.constraints.size import TOO_COMPLEX
+from runtime.gateway.engines.client import EngineClient
 from runtime.gateway.protocol.calls import Call, Hook
 from runtime.gateway.protocol.errors import ApiError, draining, from_exception, invalid
 from runtime.gateway.text.model import ResponseText
@@ -73,7 +73,7 @@ async def _follow(
     index, written = choice.index, call.responses.setdefault(choice.index, [])
     answer = None if index else call.answer
     request = answer.request(choice.request) if answer else choice.request
-    async with aclosing(client.generate(request)) as deltas:
+    async with aclosing(client.generate(request, time.monotonic() - call.arrival)) as deltas:
         async for delta in deltas:
             _require_success(delta)
             delta = answer.delta(delta) if answer else delta

@@ -8,21 +8,20 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 import uvloop
 from fastapi import APIRouter
 from starlette.middleware import Middleware
 
-from runtime.gateway.engines.local import ProcessClient
+from runtime.gateway.engines.reopening import ReopeningClient
 from runtime.gateway.http.app import create_app
 from runtime.gateway.http.http_connection import FEW_CONNECTIONS, ConnectionLimits, http_config, most_connections
 from runtime.gateway.http.requests import ServerLimits
 from runtime.gateway.http.service import Service
 from runtime.gateway.protocol.calls import Hook
-from runtime.gateway.text.model import TextModel
 from tapeout.cores import keep_to
 
 FLUSH_SECONDS = 5  # that responses have to reach slow clients once the engine is done
@@ -57,33 +56,30 @@ class ServeSettings:
 
 
 def serve(
-    client: ProcessClient,
-    folder: Path,
+    client: ReopeningClient[Any],
     listener: socket.socket,
     settings: ServeSettings,
     *,
     extensions: Extensions | None = None,
     companion: Companion | None = None,
 ) -> None:
-    """Serve the bundle in ``folder``, which ``client`` opens, until SIGTERM or SIGINT.
+    """Serve the engine that ``client`` opens, until SIGTERM or SIGINT.
 
     Then new requests are refused with 503, and running ones have ``drain_seconds``; a second signal ends them at once.
     ``companion`` runs beside the server.
     """
-    uvloop.run(_serve(client, folder, listener, settings, extensions or Extensions(), companion))
+    uvloop.run(_serve(client, listener, settings, extensions or Extensions(), companion))
 
 
 async def _serve(
-    client: ProcessClient,
-    folder: Path,
+    client: ReopeningClient[Any],
     listener: socket.socket,
     settings: ServeSettings,
     extensions: Extensions,
     companion: Companion | None,
 ) -> None:
     try:
-        text = await asyncio.to_thread(TextModel.load, folder)
-        service = Service(client, {text.digest: text}, settings.names, settings.limits, extensions.hooks)
+        service = Service(client, {}, settings.names, settings.limits, extensions.hooks)
         if extensions.attach is not None:
             extensions.attach(service)
         app = create_app(service, routers=extensions.routers, middleware=extensions.middleware)
@@ -104,7 +100,7 @@ async def _serve(
             server_header=False,
             timeout_graceful_shutdown=FLUSH_SECONDS,
         )
-        await client.open()
+        await client.open(service.opened)
         gc.freeze()  # what was imported stays: the collector need not look at it again
         keep_to(client.info.server_cores)
         host, port = listener.getsockname()[:2]

@@ -7,18 +7,17 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 
-from runtime.engine.opening import OpenEngine
-from runtime.gateway.engines.local import EngineClient
+from runtime.gateway.engines.client import EngineClient, OpenEngine
 from runtime.gateway.http.requests import ServerLimits
 from runtime.gateway.protocol.bodies import Body
 from runtime.gateway.protocol.calls import CALLER, REQUEST_ID, Call, Caller, Hook
 from runtime.gateway.protocol.errors import ApiError, draining, shortened
 from runtime.gateway.text.model import TextModel
+from runtime.wire.start import EngineSettings
 
 
 @dataclass
@@ -73,16 +72,23 @@ class Service:
             **values,
         )
 
-    async def swap(self, folder: Path, opener: OpenEngine | None = None) -> None:
-        """Serve another bundle: requests that run now end on the old one. ``opener``: if not as the one before."""
-        model = await asyncio.to_thread(TextModel.load, folder)
-        self.models[model.digest] = model
+    async def opened(self, engine: OpenEngine) -> None:
+        """Load the text side of the bundle that an engine has opened."""
+        info = engine.info
+        if info.digest not in self.models:
+            self.models[info.digest] = await asyncio.to_thread(TextModel.load, await engine.files(), info)
+        self._keep(info.digest, self.client.info.digest)
+
+    async def swap(self, bundle: str, settings: EngineSettings | None = None) -> None:
+        """Serve another bundle: requests that run now end on the old one. See :meth:`EngineClient.swap`."""
         try:
-            await self.client.swap(folder, opener)
+            await self.client.swap(bundle, settings)
         finally:
-            unused = [digest for digest in self.models if digest != self.client.info.digest]
-            for digest in unused:
-                self.models.pop(digest).close()
+            self._keep(self.client.info.digest)
+
+    def _keep(self, *digests: str) -> None:
+        for digest in self.models.keys() - digests:
+            self.models.pop(digest).close()
 
 
 def headers(call: Call, *bodies: Body) -> dict[str, str]:

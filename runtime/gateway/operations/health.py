@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from runtime.gateway.engines.local import EngineClient
+from runtime.gateway.engines.client import EngineClient
 
 
 class Health:
@@ -22,8 +21,8 @@ class Health:
         """Why the server should be restarted, unless the engine is healthy again soon."""
         if self._client.healthy:
             return None
-        stats = self._client.stats
-        silent = f"for {max(0.0, time.monotonic() - stats.stepped_at):.0f} seconds" if stats.stepped_at else "yet"
+        stats, seconds = self._client.stats, self._client.silent_seconds
+        silent = "yet" if seconds is None else f"for {seconds:.0f} seconds"
         return f"the engine has not reported {silent}; {stats.running} requests run, {stats.waiting} wait"
 
     def not_ready(self) -> str | None:

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.gateway.engines.local import EngineClient
+from runtime.gateway.engines.client import EngineClient
 from runtime.gateway.operations.window import Window
 from runtime.gateway.protocol.calls import Call, Hook
 from runtime.wire.messages import EngineStats

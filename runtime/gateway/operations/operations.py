@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from runtime.gateway.accounts.keys import KeyFileError, Keys, RequireKey
 from runtime.gateway.accounts.traffic import TrafficLog, TrafficSettings
 from runtime.gateway.accounts.usage import Usage
-from runtime.gateway.engines.local import EngineClient
+from runtime.gateway.engines.client import EngineClient
 from runtime.gateway.http.run import Extensions
 from runtime.gateway.http.service import Service
 from runtime.gateway.operations.health import Health

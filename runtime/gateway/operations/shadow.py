@@ -10,11 +10,8 @@ everywhere; where an answer had no room to wait, its conversation was missed. No
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import logging
-import os
-import signal
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,13 +21,14 @@ from pathlib import Path
 import orjson
 from pydantic import BaseModel
 
-from runtime.engine.opening import Opened, OpenEngine
 from runtime.gateway.accounts.salt import kept_salt
-from runtime.gateway.engines.local import EngineClient, EngineDownError, ProcessClient
+from runtime.gateway.engines.client import EngineClient, EngineDownError
+from runtime.gateway.engines.local import WORKER, ProcessClient
 from runtime.gateway.http.requests import context_tokens
 from runtime.gateway.protocol.calls import Call, Hook
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
+from runtime.wire.start import EngineSettings
 from tapeout.errors import RequestError
 from tapeout.observations import Observation, ObservationLog, ShadowPlan
 
@@ -40,24 +38,7 @@ QUIET_SECONDS = 0.05  # without a call, before the challenger goes on
 STUCK_SECONDS = 300.0  # that a step of the challenger may take: other processes of the machine come first
 RESTART_SECONDS = 0.1  # between two looks whether the challenger has been started again
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class OpenAtLowPriority:
-    """Opens an engine whose process runs only while no other wants the processor.
-
-    It is killed when the server ends: while it is stopped it cannot see that by itself.
-    """
-
-    open: OpenEngine
-
-    def __call__(self, folder: Path) -> Opened:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # threads that are started from now on have it too
-        return self.open(folder)
 
 
 @dataclass
@@ -154,15 +135,16 @@ class ShadowMirror(Hook):
         self._answers.append((conversation, answer))
         self._arrived.set()
 
-    async def run(self, folder: Path, opener: OpenEngine) -> None:
+    async def run(self, bundle: str, settings: EngineSettings, *, worker: str = WORKER) -> None:
         """Open the challenger's bundle and score answers until cancelled. No error of the challenger's is raised."""
-        client = ProcessClient(folder, OpenAtLowPriority(opener), Limits(max_running=1), stuck_seconds=STUCK_SECONDS)
+        settings = replace(settings, background=True)
+        client = ProcessClient(bundle, settings, Limits(max_running=1), worker=worker, stuck_seconds=STUCK_SECONDS)
         try:
             await client.open()
             self._challenger, self.ready = client, True
             if self._running:
                 client.pause()
-            log.info("the challenger %s is open; %g %% of the calls are mirrored", folder, 100 * self._plan.share)
+            log.info("the challenger %s is open; %g %% of the calls are mirrored", bundle, 100 * self._plan.share)
             while True:
                 conversation, answer = await self._next()
                 self._record(conversation, answer, await agreeing(client, answer))

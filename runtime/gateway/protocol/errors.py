@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from runtime.gateway.engines.local import EngineDownError
+from runtime.gateway.engines.client import EngineDownError
 from runtime.wire.limits import QueueFullError
 from tapeout.errors import RequestError, TapeoutError, one_line
 

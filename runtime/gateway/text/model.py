@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from engines.bundle import EngineBundle
 from runtime.constraints.check import ConstraintChecker
 from runtime.gateway.protocol.errors import invalid
 from runtime.gateway.text.chat_template import TEMPLATE, ChatTemplate
@@ -20,8 +19,7 @@ from runtime.gateway.text.detokenize import Detokenizer, TokenTexts, decoder_sta
 from runtime.gateway.text.sampling_defaults import read_defaults
 from runtime.gateway.text.stops import StopMatcher
 from runtime.gateway.text.tools import ToolFormat, format_of
-from runtime.wire.messages import Constraint, FinishReason
-from tapeout import artifact
+from runtime.wire.messages import Constraint, EngineInfo, FinishReason
 
 THREAD_CHARS = 4096  # a longer text is tokenized in a thread: it takes milliseconds
 
@@ -53,16 +51,13 @@ class TextModel:
         self.token_bytes = lru_cache(1 << 16)(_token_bytes(tokenizer))
 
     @classmethod
-    def load(cls, folder: Path) -> TextModel:
-        """From a bundle's files. Sampling defaults are those of ``generation_config.json``, as far as it has any."""
-        bundle = artifact.load_record(folder, EngineBundle)
+    def load(cls, folder: Path, info: EngineInfo) -> TextModel:
+        """From a bundle's text files. Sampling defaults are those of ``generation_config.json``, if it has any."""
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         template = ChatTemplate.load(folder) if (folder / TEMPLATE).is_file() else None
         defaults, texts = read_defaults(folder), special_texts(folder)
-        model = cls(bundle.digest, tokenizer, template, defaults=defaults, special_texts=texts)
-        model.constraints = ConstraintChecker(
-            folder / "tokenizer.json", bundle.record.io.vocab_size, bundle.record.stop_tokens
-        )
+        model = cls(info.digest, tokenizer, template, defaults=defaults, special_texts=texts)
+        model.constraints = ConstraintChecker(folder / "tokenizer.json", info.vocab_size, info.stop_tokens)
         return model
 
     async def require_constraint(self, constraint: Constraint) -> None:

@@ -1,0 +1,237 @@
+"""The engine's ends of its connections. Commands of all servers come in; each server gets what concerns its requests.
+
+Nothing here waits for a server that has sent half a message. One that does not read its reports is given up after
+:data:`SEND_SECONDS`, except the process's own parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+
+from runtime.wire.codec import Message, WireError
+from runtime.wire.failures import Failure
+from runtime.wire.messages import (
+    PART_BYTES,
+    Add,
+    Cancel,
+    Close,
+    EngineInfo,
+    EngineStats,
+    FilePart,
+    ReadFile,
+    RefusedRequest,
+    StepReport,
+)
+from runtime.wire.session import Session
+from tapeout.errors import RequestError, TapeoutError
+
+SEND_SECONDS = 10.0  # that a server has to read a report
+GREETING_SECONDS = 5.0  # that it has to prove its key
+MOST_STRANGERS = 16  # connections that have not
+RECEIVE_BYTES = 1 << 18
+
+log = logging.getLogger(__name__)
+
+
+class _ServerEnd:
+    def __init__(self, end: socket.socket, key: bytes) -> None:
+        self.socket, self.since, self.answered = end, monotonic(), False
+        self._session = Session("engine", key)
+        self._flush()
+
+    @property
+    def established(self) -> bool:
+        return self._session.established
+
+    def receive(self) -> Iterator[Message]:
+        """What has arrived. It must not be called before something has."""
+        data = self.socket.recv(RECEIVE_BYTES)
+        if not data:
+            raise ConnectionError("the server has closed it")
+        try:
+            yield from self._session.receive(data)
+        finally:
+            self._flush()
+
+    def send(self, message: Message) -> None:
+        self.socket.sendall(self._session.frame(message))
+
+    def _flush(self) -> None:
+        if self._session.outgoing:
+            self.socket.sendall(self._session.outgoing)
+            self._session.outgoing.clear()
+
+
+class Connections:
+    """``answer``: what each server hears first, once it is known. ``folder``: of the files that the answer names.
+
+    ``ends``: connected sockets. ``listener``: where servers with the same ``key`` connect; they come and go.
+    """
+
+    def __init__(
+        self,
+        answer: EngineInfo | Failure,
+        folder: Path = Path(),
+        *,
+        ends: tuple[socket.socket, ...] = (),
+        listener: socket.socket | None = None,
+        key: bytes = b"",
+    ) -> None:
+        self._answer, self._folder, self._listener, self._key = answer, folder, listener, key
+        self._open: dict[int, _ServerEnd] = {}  # by descriptor
+        self._owners: dict[str, _ServerEnd] = {}  # of requests
+        self._abandoned: list[Add | Cancel] = []  # of servers that have gone
+        self._stats = EngineStats()
+        self.answered = False  # a server has heard the answer
+        self.quiet = False  # nothing came while the last receive waited
+        self._arrived = select.poll()
+        if listener is not None:
+            listener.setblocking(False)
+            self._arrived.register(listener, select.POLLIN)
+        for end in ends:
+            self._add(end)
+
+    @property
+    def ended(self) -> bool:
+        """No command can come any more."""
+        return self._listener is None and not self._open
+
+    def waiting(self) -> bool:
+        """There is something to receive."""
+        return bool(self._abandoned or self._arrived.poll(0))
+
+    def receive(self, milliseconds: int) -> list[Add | Cancel]:
+        """The commands that have come, or come first within so many milliseconds."""
+        found, events = list[Add | Cancel](), self._arrived.poll(0 if self._abandoned else milliseconds)
+        self.quiet = not (events or self._abandoned)
+        while events:
+            for descriptor, _ in events:
+                connection = self._open.get(descriptor)
+                if connection is not None:
+                    found += self._read(connection)
+                else:
+                    self._accept()
+            events = self._arrived.poll(0)
+        if self._listener is not None:
+            self._refuse_strangers()
+        found += self._abandoned
+        self._abandoned.clear()
+        return found
+
+    def send(self, report: StepReport) -> None:
+        """To each server the part of a report that concerns it."""
+        self._stats, owners = report.stats, self._owners
+        known = [connection for connection in self._open.values() if connection.answered]
+        for connection in known:
+            self._send(connection, report if len(known) == 1 else self._part_of(report, connection))
+        for delta in report.deltas:
+            if delta.finish_reason is not None:
+                owners.pop(delta.id, None)
+        for refusal in report.refusals:
+            owners.pop(refusal.id, None)
+
+    def close(self) -> None:
+        for connection in list(self._open.values()):
+            self._drop(connection)
+        if self._listener is not None:
+            self._listener.close()
+
+    def _part_of(self, report: StepReport, connection: _ServerEnd) -> StepReport:
+        owners = self._owners
+        return StepReport(
+            tuple(delta for delta in report.deltas if owners.get(delta.id) is connection),
+            report.stats,
+            tuple(refusal for refusal in report.refusals if owners.get(refusal.id) is connection),
+        )
+
+    def _read(self, connection: _ServerEnd) -> Iterator[Add | Cancel]:
+        try:
+            for message in connection.receive():
+                if isinstance(message, Add | Cancel):
+                    if self._take(message, connection):
+                        yield message
+                elif isinstance(message, ReadFile):
+                    connection.send(self._file_part(message))
+                elif isinstance(message, Close):
+                    self._drop(connection)
+                    return
+                else:
+                    raise WireError(f"{type(message).__name__} from a server", expected="a command")
+            if connection.established and not connection.answered:
+                connection.send(self._answer)
+                connection.answered = self.answered = True
+        except (OSError, TapeoutError) as error:
+            self._drop(connection, error)
+
+    def _take(self, command: Add | Cancel, connection: _ServerEnd) -> bool:
+        """Whether it is for the engine: no server touches the requests of another."""
+        if isinstance(command, Cancel):
+            return self._owners.get(command.id) is connection
+        id = command.request.id
+        if self._owners.setdefault(id, connection) is connection:
+            return True
+        error = RequestError(f"request {id} is there already", expected="an id of its own")
+        connection.send(StepReport((), self._stats, (RefusedRequest(id, error),)))
+        return False
+
+    def _file_part(self, command: ReadFile) -> FilePart:
+        files = self._answer.files if isinstance(self._answer, EngineInfo) else {}
+        name = next((name for name, sha256 in files.items() if sha256 == command.sha256), None)
+        if name is None or command.offset < 0:
+            raise WireError("a request for a file that was not offered", expected="one of the bundle's text files")
+        with (self._folder / name).open("rb") as file:
+            file.seek(command.offset)
+            return FilePart(command.sha256, command.offset, file.read(PART_BYTES))
+
+    def _add(self, end: socket.socket) -> None:
+        try:
+            connection = _ServerEnd(end, self._key)
+        except OSError:
+            end.close()
+            return
+        self._open[end.fileno()] = connection
+        self._arrived.register(end, select.POLLIN)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            end, _ = self._listener.accept()
+        except OSError:  # it has gone again
+            return
+        end.settimeout(SEND_SECONDS)
+        if end.family != socket.AF_UNIX:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_SECONDS * 1000))
+        self._add(end)
+
+    def _refuse_strangers(self) -> None:
+        """The oldest beyond :data:`MOST_STRANGERS`, and those that take too long."""
+        strangers = [connection for connection in self._open.values() if not connection.established]
+        late = monotonic() - GREETING_SECONDS
+        for place, connection in enumerate(reversed(strangers)):
+            if place >= MOST_STRANGERS or connection.since < late:
+                self._drop(connection, TimeoutError("no key was proven"))
+
+    def _send(self, connection: _ServerEnd, message: Message) -> None:
+        try:
+            connection.send(message)
+        except (OSError, WireError) as error:
+            self._drop(connection, error)
+
+    def _drop(self, connection: _ServerEnd, error: Exception | None = None) -> None:
+        """Close it, and cancel its requests."""
+        if self._open.pop(connection.socket.fileno(), None) is None:
+            return
+        if error is not None:
+            log.warning("the connection of a server is closed: %s", error)
+        self._arrived.unregister(connection.socket)
+        connection.socket.close()
+        mine = [id for id, owner in self._owners.items() if owner is connection]
+        for id in mine:
+            del self._owners[id]
+        self._abandoned += map(Cancel, mine)

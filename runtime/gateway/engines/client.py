@@ -1,0 +1,77 @@
+"""How a server talks to the engine that it serves, wherever that runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+from runtime.wire.messages import Delta, EngineInfo, EngineStats, GenerateRequest
+from runtime.wire.start import EngineSettings
+from tapeout.errors import TapeoutError
+
+
+class EngineDownError(TapeoutError):
+    """The engine has ended or does not answer; a later request may succeed, once it was started or reached again."""
+
+
+class OpenEngine(Protocol):
+    """An engine that takes requests, or is about to."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    async def files(self) -> Path:
+        """A folder with the files of its bundle that :attr:`EngineInfo.files` names."""
+        ...
+
+
+# Is awaited when an engine has opened, before it gets requests.
+Opened = Callable[[OpenEngine], Awaitable[None]]
+
+
+class EngineClient(OpenEngine, Protocol):
+    @property
+    def stats(self) -> EngineStats:
+        """Of the last report."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """The engine takes requests: it is open, and neither draining nor being started again."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """The engine lives, and has made progress within the last seconds or has nothing to do."""
+        ...
+
+    @property
+    def silent_seconds(self) -> float | None:
+        """Since the engine has reported; None before it has."""
+        ...
+
+    def generate(self, request: GenerateRequest, age: float = 0.0) -> AsyncGenerator[Delta]:
+        """The deltas of a request, up to the one with a finish reason. Closing the iterator cancels the request.
+
+        ``age``: seconds since it arrived, from which its timeouts count.
+
+        :class:`RequestError` for a request that can never run, :class:`runtime.wire.limits.QueueFullError` without room
+        in the queue, :class:`EngineDownError` if the engine ends meanwhile.
+        """
+        ...
+
+    async def swap(self, bundle: str, settings: EngineSettings | None = None) -> None:
+        """Open another bundle, give it all new requests, and leave the old engine once its requests have ended.
+
+        ``bundle``: a folder, or where the engine runs elsewhere the address of another one. ``settings``: instead of
+        those that opened the engine before. If the engine does not open, or gives no token, the old one stays and the
+        reason is raised as :class:`TapeoutError`.
+        """
+        ...
+
+    async def drain(self, timeout: float) -> None:
+        """Take no more requests, and wait until the running ones have ended; after ``timeout`` seconds cancel them."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,58 @@
+"""An engine that listens at an address, and crashes or fails where a test asks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from runtime.engine import worker
+from runtime.wire.address import Address, read_key
+from runtime.wire.limits import Limits
+from runtime.wire.start import Start
+from tests.faulty_engine import Faulty, open_faulty
+
+ROOT = Path(__file__).parents[1]
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+class ListeningEngine:
+    """Its process. ``address``: where it listens, which stays when it is started again."""
+
+    def __init__(
+        self, folder: Path, bundle: Faulty | None = None, limits: Limits | None = None, address: str = "tcp:127.0.0.1:0"
+    ) -> None:
+        self.address, self.key = address, folder / "key"
+        self.key.write_bytes(KEY + b"\n")
+        self._start = Start(str(bundle or Faulty()), limits=limits or Limits())
+        self.process = self._started()
+
+    def again(self) -> None:
+        """As whoever runs it would."""
+        self.close()
+        self.process = self._started()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _started(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.listening_engine", self.address, str(self.key), self._start.encode()]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        self.address = process.stdout.readline().strip()
+        assert self.address, "it has not started"
+        return process
+
+
+def main() -> None:
+    address, key = Address.parse(sys.argv[1]), read_key(Path(sys.argv[2]))
+    listener = address.listen(key)
+    if not address.path:
+        address = Address(*listener.getsockname()[:2])
+    print(address, flush=True)
+    worker.listen(Start.decode(sys.argv[3]), listener, key, open_faulty)
+
+
+if __name__ == "__main__":
+    main()
