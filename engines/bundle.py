@@ -37,8 +37,8 @@ class KVLayer(Frozen):
 class IOContract(Frozen):
     """What an engine must bind. KV buffers are of ``kv_dtype`` and updated in place.
 
-    They are ``[blocks, heads, tokens of a block, head_size]`` where the graph takes a block table: inputs that it
-    writes. Else they are ``[slots, heads, max_tokens, head_size]``, and bound as the outputs ``present`` too.
+    They are ``[blocks, heads, tokens of a block, head_size]`` on ``ort-cpu``: inputs that the graph writes. On other
+    targets they are ``[slots, heads, max_tokens, head_size]``, and bound as the outputs ``present`` too.
 
     An ``int4`` buffer is uint8 and has ``head_size / 2`` columns: channel 2i in the low half of byte i, 2i + 1 in the
     high half, each as its code + 8.
@@ -50,11 +50,6 @@ class IOContract(Frozen):
     max_tokens: int
     slots: int
     vocab_size: int
-
-    @property
-    def paged(self) -> bool:
-        """Whether the graph takes a block table."""
-        return BLOCK_TABLE in self.inputs
 
     @property
     def kv_element(self) -> str:

@@ -42,7 +42,7 @@ def written_out(lowering: Lowering, coming: str = "") -> ir.Model:
     model = lowering.model.clone()
     _bind(model, lowering)
     model.opset_imports[CONTRIB] = 1
-    if coming == "grouped_query_attention" and lowering.kv_scales:
+    if coming == "cached_attention" and lowering.kv_scales:
         _round_cache(model, lowering.kv_scales)
     for node in [n for n in model.graph if is_linear(n)]:
         _write_linear(model, lowering, node, coming)
@@ -150,8 +150,6 @@ class GraphRunner:
             "input_ids": tokens,
             "position_ids": begin[:, None] + np.arange(tokens.shape[1]),
             "attention_mask": self._mask(tokens, begin),
-            "seqlens_k": (begin + tokens.shape[1] - 1).astype(np.int32),
-            "total_sequence_length": np.array(begin.max() + tokens.shape[1], np.int32),
             OFFSETS: np.arange(len(tokens) + 1, dtype=np.int32) * tokens.shape[1],
             STARTS: begin.astype(np.int32),
             BLOCK_TABLE: np.arange(len(tokens), dtype=np.int32)[:, None],

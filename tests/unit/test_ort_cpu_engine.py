@@ -187,7 +187,7 @@ def test_buffers_take_what_the_contract_says(engine: Sequences, bundle: Artifact
     has, io = engine.engine.capabilities, bundle.record.io
     assert has.block_bytes == has.block_tokens * io.kv_token_bytes
     assert has.blocks * has.block_tokens >= SLOTS * MAX_POSITIONS
-    assert (has.shares_blocks, has.block_tokens) == ((True, 64) if io.paged else (False, MAX_POSITIONS))
+    assert (has.shares_blocks, has.block_tokens) == (True, 64)
     layer = io.kv_layers[0]
     channels = LAYERS * 2 * layer.heads * layer.head_size
     assert io.kv_token_bytes / channels == {"float32": 4, "int8": 1, "int4": 0.5}[io.kv_dtype]

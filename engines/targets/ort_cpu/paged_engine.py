@@ -1,4 +1,4 @@
-"""Runs an ``ort-cpu`` bundle with native attention: one session, and one pool of KV blocks that is bound once.
+"""Runs an ``ort-cpu`` bundle: one session, and one pool of KV blocks that is bound once.
 
 The tokens of a step are packed, and attention finds each sequence's keys through its block table. Blocks are arrays of
 zeros; a page of them costs no memory until it is written, or made ready shortly before.
@@ -100,7 +100,7 @@ class PagedEngine:
 
     def _bind(self, wanted: str) -> Bound:
         bound = Bound(self._session.io_binding())
-        bind_cache(bound.binding, self._memory.arrays, present=False)
+        bind_cache(bound.binding, self._memory.arrays)
         if self.capabilities.chooses_tokens:
             bound.input(GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
         return bound
