@@ -34,8 +34,8 @@ class PassReport(Frozen):
 class IOContract(Frozen):
     """What an engine must bind. Buffers of state are updated in place.
 
-    Where the tokens of all sequences are packed, buffers of paged state hold blocks. Else they hold ``max_tokens``
-    positions of each sequence, and are bound as the outputs ``present`` too.
+    On ``ort-cpu`` the tokens of all sequences are packed, and buffers of paged state hold blocks. On other targets they
+    hold ``max_tokens`` positions of each sequence, and are bound as the outputs ``present`` too.
     """
 
     inputs: tuple[str, ...]
@@ -43,11 +43,6 @@ class IOContract(Frozen):
     max_tokens: int
     slots: int
     vocab_size: int
-
-    @property
-    def paged(self) -> bool:
-        """Whether the tokens of all sequences are packed, and their state lies in blocks and slots."""
-        return OFFSETS in self.inputs
 
     @property
     def token_bytes(self) -> int:

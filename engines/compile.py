@@ -94,7 +94,8 @@ def lowering_for(
     activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
 ) -> Lowering:
-    """What the target's passes start from."""
+    """What the target's passes start from. :class:`FingerprintError` on a machine that it cannot build on."""
+    target.require_machine()
     return Lowering(
         load_graph(graph.folder / MODEL_FILE),
         graph.record,

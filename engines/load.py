@@ -96,7 +96,9 @@ def at_level(bundle: Artifact[EngineBundle], level: str = "") -> Artifact[Engine
 
     :class:`FingerprintError` on hardware or libraries other than those the bundle was built for.
     """
-    here = find_target(bundle.record.target).fingerprint().model_copy(update={"level": level})
+    target = find_target(bundle.record.target)
+    target.require_machine()
+    here = target.fingerprint().model_copy(update={"level": level})
     chosen = require_match(bundle.record.hardware, here, str(bundle.folder))
     return replace(bundle, record=bundle.record.model_copy(update={"hardware": (chosen,)}))
 

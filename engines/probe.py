@@ -84,8 +84,6 @@ class OrtProbe:
         feeds: dict[str, np.ndarray] = {
             "input_ids": np.asarray(tokens, np.int64)[None],
             "position_ids": np.arange(count, dtype=np.int64)[None],
-            "seqlens_k": np.array([count - 1], np.int32),
-            "total_sequence_length": np.array(count, np.int32),
             OFFSETS: np.array([0, count], np.int32),
             STARTS: np.zeros(1, np.int32),
             BLOCK_TABLE: np.zeros((1, 1), np.int32),

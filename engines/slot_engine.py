@@ -12,8 +12,8 @@ from itertools import groupby
 
 import numpy as np
 
-from engines.protocol import EngineCapabilities, Entry, FloatArray, Result, TokenArray
-from engines.step_inputs import NO_SLOTS, Int64Array, StepPiece, check, not_finite, result_of, runs
+from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.step_inputs import NO_SLOTS, Int64Array, StepPiece, check, result_of, runs
 
 
 class SlotEngine(ABC):
@@ -33,10 +33,6 @@ class SlotEngine(ABC):
     @abstractmethod
     def decode(self, first_slot: int, tokens: Int64Array, starts: Int64Array) -> FloatArray:
         """Feed ``tokens [B]`` at positions ``starts [B]`` of neighbouring slots; logits ``[B, V]``."""
-
-    def decode_tokens(self, first_slot: int, tokens: Int64Array, starts: Int64Array) -> TokenArray:
-        """As :meth:`decode`, but the likeliest tokens ``[B]``; -1 where logits are not finite."""
-        raise NotImplementedError
 
     def prepare(self, ahead: int) -> bool:
         return False
@@ -80,11 +76,5 @@ class SlotEngine(ABC):
         first = entries[0].blocks[0]
         tokens = np.array([entry.tokens[0] for entry in entries], np.int64)
         starts = np.array([entry.start for entry in entries], np.int64)
-        if self.capabilities.chooses_tokens and all(entry.wanted == "token" for entry in entries):
-            chosen = self.decode_tokens(first, tokens, starts)
-            return [
-                Result(tokens=chosen[i : i + 1]) if chosen[i] >= 0 else Result(error=not_finite())
-                for i in range(len(entries))
-            ]
         logits = self.decode(first, tokens, starts)
         return [result_of(entry, logits[i : i + 1]) for i, entry in enumerate(entries)]

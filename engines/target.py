@@ -117,6 +117,12 @@ class Target(ABC, Generic[RecordT]):
         """Those that Tapeout brings for the target, which its passes put into graphs; None: it brings none."""
         return None
 
+    def require_machine(self) -> None:
+        """:class:`FingerprintError` where this machine cannot build, time or run for the target at all.
+
+        It is asked before anything that takes long.
+        """
+
     @abstractmethod
     def passes(self) -> Passes: ...
 

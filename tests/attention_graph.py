@@ -1,17 +1,15 @@
-"""One attention block as exported, lowered and run: over a growing cache, or over fixed buffers, step by step."""
+"""One attention block as exported, lowered and run: over a growing cache, or over blocks of a pool, step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.passes.graph import linears, merge_linears
-from engines.passes.onnxruntime import grouped_query_attention, linear_kernels
+from engines.passes.onnxruntime import cached_attention, linear_kernels
 from tapeout.operators import DOMAIN
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, parameter, run, value
 
@@ -111,8 +109,8 @@ def exported(model: ir.Model, layout: Layout, rows: dict[str, Array], length: in
     return run(model, feeds)["y"][0]
 
 
-class Buffers:
-    """The lowered graph over fixed buffers, one row a sequence."""
+class Blocks:
+    """The lowered graph over a pool of KV blocks, one for each sequence."""
 
     def __init__(self, model: ir.Model, layout: Layout, rows: int, dtype: type = np.float32) -> None:
         """``dtype``: float32, int8, or uint8 for two codes of 4 bits a byte."""
@@ -122,24 +120,17 @@ class Buffers:
 
     def step(self, sequences: list[dict[str, Array]], starts: list[int], count: int, *, first: int = 0) -> Array:
         """Feed ``count`` tokens of each sequence from its start; ``[rows, count, width]``."""
-        part = slice(first, first + len(sequences))
         feeds = {
             name: np.stack([s[name][start : start + count] for s, start in zip(sequences, starts, strict=True)])
             for name in sequences[0]
         } | {
             "position_ids": np.stack([np.arange(start, start + count) for start in starts]),
-            "seqlens_k": np.array([start + count - 1 for start in starts], np.int32),
-            "total_sequence_length": np.array(max(starts) + count, np.int32),
             "offsets": np.arange(len(starts) + 1, dtype=np.int32) * count,
             "starts": np.array(starts, np.int32),
-            "block_table": np.arange(len(starts), dtype=np.int32)[:, None],
-            **{name: np.ascontiguousarray(buffer[part]) for name, buffer in self.past.items()},
+            "block_table": np.arange(first, first + len(starts), dtype=np.int32)[:, None],
+            **self.past,  # ONNX Runtime does not copy its inputs, which attention writes
         }
-        results = run(self.model, feeds)
-        for name, buffer in self.past.items():
-            # Native attention has no such output: it has written its input, which ONNX Runtime does not copy.
-            buffer[part] = results.get(name.replace("past_key_values", "present"), feeds[name])
-        return results["y"]
+        return run(self.model, feeds)["y"]
 
 
 LAYOUTS = {
@@ -164,17 +155,14 @@ def lower(
     kv_scales: dict[str, Array] | None = None,
     *,
     kv_bits: int = 8,
-    then: Sequence[ModuleType] = (),
 ) -> tuple[str, ...]:
-    """Attention in place, and what it declined; ``then`` are the passes that follow it."""
+    """Attention in place, and what it declined."""
     groups = [group("layers.0.qkv", "block.q", "block.k", "block.v")] if layout.merged else []
     lowered = lowering(model, groups=groups, max_tokens=MAX_TOKENS, kv_scales=kv_scales, kv_bits=kv_bits)
     if layout.merged:
         apply(lowered, linears, merge_linears)
-    outcome = apply(lowered, grouped_query_attention)
+    outcome = apply(lowered, cached_attention)
     assert outcome.matched == 1
-    for step in then:
-        assert apply(lowered, step).matched == 1
     if layout.merged:
         apply(lowered, linear_kernels)
     return outcome.declined

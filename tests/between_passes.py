@@ -27,9 +27,15 @@ from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from quantization.qdq import fp8_input_scale
 from tapeout.operators.attention import is_attention
+from tests.attention_graph import unpacked
 
 FloatArray = NDArray[np.float32]
-DTYPES: Mapping[str, Any] = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+DTYPES: Mapping[str, Any] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,  # two codes of 4 bits
+}
 TINY = 1e-30  # instead of the step of a block of zeros
 
 
@@ -42,8 +48,8 @@ def written_out(lowering: Lowering, coming: str = "") -> ir.Model:
     model = lowering.model.clone()
     _bind(model, lowering)
     model.opset_imports[CONTRIB] = 1
-    if coming == "grouped_query_attention" and lowering.kv_scales:
-        _round_cache(model, lowering.kv_scales)
+    if coming == "cached_attention" and lowering.kv_scales:
+        _round_cache(model, lowering.kv_scales, lowering.kv_bits)
     for node in [n for n in model.graph if is_linear(n)]:
         _write_linear(model, lowering, node, coming)
     model.graph.sort()
@@ -105,9 +111,10 @@ def _rounding_inputs() -> str:
     return "linear_kernels" if CpuKernels().unsupported("BlockLinear") else "block_linears"
 
 
-def _round_cache(model: ir.Model, scales: Mapping[str, FloatArray]) -> None:
-    """Keys and values ``[B, H, S, D]`` on their way into attention, to int8 multiples of ``[H, D]``."""
-    limits = [initializer(model, f"plain.{n}", np.array(n, np.float32)) for n in (-128, 127)]
+def _round_cache(model: ir.Model, scales: Mapping[str, FloatArray], bits: int) -> None:
+    """Keys and values ``[B, H, S, D]`` on their way into attention, to multiples of ``[H, D]`` by codes of ``bits``."""
+    half = 1 << (bits - 1)
+    limits = [initializer(model, f"plain.{n}", np.array(n, np.float32)) for n in (-half, half - 1)]
     for layer, node in enumerate([n for n in model.graph if is_attention(n)]):
         for place, part in ((1, "k_scale"), (2, "v_scale")):
             name = f"layers.{layer}.{part}"
@@ -150,8 +157,6 @@ class GraphRunner:
             "input_ids": tokens,
             "position_ids": begin[:, None] + np.arange(tokens.shape[1]),
             "attention_mask": self._mask(tokens, begin),
-            "seqlens_k": (begin + tokens.shape[1] - 1).astype(np.int32),
-            "total_sequence_length": np.array(begin.max() + tokens.shape[1], np.int32),
             OFFSETS: np.arange(len(tokens) + 1, dtype=np.int32) * tokens.shape[1],
             STARTS: begin.astype(np.int32),
             BLOCK_TABLE: np.arange(len(tokens), dtype=np.int32)[:, None],
@@ -183,8 +188,9 @@ class GraphRunner:
         """The first ``length`` positions of a slot ``[length, H·D]``, decoded, by layer and part."""
         found: dict[str, FloatArray] = {}
         for name, buffer in self._cache.items():
-            states = buffer[slot, :, :length].astype(np.float32)
-            if buffer.dtype == np.int8:
+            stored = buffer[slot, :, :length]
+            states = (unpacked(stored) if buffer.dtype == np.uint8 else stored).astype(np.float32)
+            if buffer.dtype in (np.int8, np.uint8):
                 layer, _, part = name.partition(".")
                 states = states * self._scales[f"layers.{layer}.{part[0]}_scale"][:, None]
             found[name] = states.transpose(1, 0, 2).reshape(length, -1)

@@ -67,7 +67,7 @@ def tiny_texts() -> Callable[[int, int], list[str]]:
 
 @pytest.fixture
 def stock_operators(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Passes write ONNX Runtime's own operators, as where native ones cannot run. Why is what reports say then."""
+    """Linears and embeddings are lowered to ONNX Runtime's own operators. Why is what reports say then."""
     return without_native_operators(monkeypatch)
 
 
@@ -94,6 +94,6 @@ def level(request: pytest.FixtureRequest) -> Iterator[Level]:
 
 @pytest.fixture(params=["native", "stock"])
 def operators_of(request: pytest.FixtureRequest) -> str:
-    """A test runs in both worlds: its passes write operators of our own, then ONNX Runtime's."""
+    """A test runs in both worlds: its linears and embeddings are operators of our own, then ONNX Runtime's."""
     request.getfixturevalue(f"{request.param}_operators")
     return request.param

@@ -168,7 +168,7 @@ def example_report(verdict: Verdict | None = None) -> ReportData:
         blocks=example_blocks(verdict or example_verdict()),
         plan=plan,
         layers=tuple(layers),
-        kernels={"MatMulNBits": 121, "GroupQueryAttention": 30, "SkipSimplifiedLayerNormalization": 60},
+        kernels={"MatMulNBits": 121, "CachedAttention": 30, "SkipSimplifiedLayerNormalization": 60},
         lineage=tuple(
             LineageRow(
                 artifact_type,

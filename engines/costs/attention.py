@@ -31,7 +31,6 @@ from tapeout.portable_graph import PortableGraph
 # More copies take longer to load than to time. A prompt of S tokens has S times fewer: it is compute-bound, so it does
 # not matter whether its cache comes from memory.
 MOST_COPIES = 512
-ROTATED = 16  # attention with rotary embedding takes heads of a multiple of it; in others it is a node before, untimed
 
 
 @dataclass(frozen=True)
@@ -98,15 +97,12 @@ class _Attention:
         cache_bytes = 2 * step.sequences * graph.kv_heads * step.context * columns * element.itemsize
         self.copies = min(max(1, MOST_COPIES // step.tokens), -(-streamed // cache_bytes))
         model = attention_model(target, graph, dtype, self.copies, step.context)
-        paged = BLOCK_TABLE in {value.name for value in model.graph.inputs}
-        blocks, block_tokens = (-(-step.context // BLOCK_TOKENS), BLOCK_TOKENS) if paged else (1, step.context)
-        shape = (step.sequences * blocks, graph.kv_heads, block_tokens, columns)
+        blocks = -(-step.context // BLOCK_TOKENS)
+        shape = (step.sequences * blocks, graph.kv_heads, BLOCK_TOKENS, columns)
         rng = np.random.default_rng(0)
         width = (graph.heads + 2 * graph.kv_heads) * graph.head_size
         arrays: dict[str, NDArray[Any]] = {
             "qkv": rng.standard_normal((step.sequences, step.tokens, width)).astype(np.float32),
-            "seqlens_k": np.full(step.sequences, step.context - 1, np.int32),
-            "total_sequence_length": np.array(step.context, np.int32),
             OFFSETS: np.arange(step.sequences + 1, dtype=np.int32) * step.tokens,
             STARTS: np.full(step.sequences, step.context - step.tokens, np.int32),
             BLOCK_TABLE: np.arange(step.sequences * blocks, dtype=np.int32).reshape(-1, blocks),
@@ -115,8 +111,7 @@ class _Attention:
         for copy in range(self.copies):
             for part in ("key", "value"):
                 # Written, not only allocated: unwritten pages of zeros are one page of memory.
-                buffer = rng.integers(0, 8, shape).astype(element)
-                arrays[f"past_key_values.{copy}.{part}"] = arrays[f"present.{copy}.{part}"] = buffer
+                arrays[f"past_key_values.{copy}.{part}"] = rng.integers(0, 8, shape).astype(element)
             arrays[f"y{copy}"] = output
         self._timer = target.timer(model, threads)
         self._timer.bind(arrays)
@@ -217,7 +212,7 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
         for number, (part, count) in enumerate(zip(parts, counts.tolist(), strict=True)):
             (heads_last,) = add("Reshape", [part, sizes(model, 0, 0, count, size)], ["batch", "tokens", count, size])
             (rotated,) = add("Transpose", [heads_last], ["batch", count, "tokens", size], perm=[0, 2, 1, 3])
-            if graph.rotary != "none" and size % ROTATED == 0 and number < 2:
+            if graph.rotary != "none" and number < 2:
                 interleaved = int(graph.rotary == "interleaved")
                 inputs = [rotated, *tables, positions]
                 (rotated,) = add("RotaryEmbedding", inputs, ["batch", count, "tokens", size], interleaved=interleaved)

@@ -1,7 +1,8 @@
 """What a target's passes may use beside the operators of its runtime: the kernels that Tapeout brings for it.
 
 A pass asks the set of its target (``lowering.kernels``), never the machine that it runs on: the set knows which
-processors it is for. What it cannot take stays with the operators of the runtime, and the pass says why.
+processors it is for. Linears and embeddings that it cannot take stay with the operators of the runtime, and the pass
+says why; attention that it cannot take is refused.
 """
 
 from __future__ import annotations

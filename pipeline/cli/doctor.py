@@ -54,14 +54,17 @@ INSTRUCTION_SETS = {
 INT8_DOT_PRODUCTS = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
 
 RUN_PACKAGES = ("onnxruntime", "onnx", "tokenizers", "jinja2", "numpy")
-BUILD_PACKAGES = ("torch", "transformers", "onnxscript", "compressed-tensors", "datasets", "lm-eval", "dvc", "mlflow")
+BUILD_PACKAGES = (
+    *("torch", "transformers", "onnxscript", "compressed-tensors", "datasets", "lm-eval", "dvc", "mlflow"),
+    COMPILER,
+)
 # Package -> how to get it.
 TENSORRT_PACKAGES = {
     "tensorrt": "for the GPU of this machine: install TensorRT 11 from NVIDIA, as `pip install tensorrt`",
     "tensorrt-rtx-cu13-bindings": 'for GPUs of others: pip install ".[tensorrt-rtx]" in the checkout',
 }
-# What graphs are lowered to where native kernels do not run; norms everywhere.
-ENGINE_OPERATORS = ("GroupQueryAttention", "MatMulNBits", "GatherBlockQuantized", "SkipSimplifiedLayerNormalization")
+# What graphs are lowered to where there is no native kernel for a weight or a norm.
+ENGINE_OPERATORS = ("MatMulNBits", "GatherBlockQuantized", "SkipSimplifiedLayerNormalization")
 
 
 class Status(StrEnum):
@@ -103,8 +106,8 @@ def diagnose(recipe: BaseRecipe | None, folder: Path) -> Diagnosis:
     machine = (processor(_cpu_name(), cpu_features()), memory(), disk(folder), gpu())
     python = Finding("Python", Status.OK, f"{platform.python_version()} at {sys.executable}")
     pins = pinned()
-    run = (python, *(package(name, pins) for name in RUN_PACKAGES), operators())
-    build = (*(package(name, pins) for name in BUILD_PACKAGES), native_kernels(native.level()))
+    run = (python, *(package(name, pins) for name in RUN_PACKAGES), operators(), native_kernels(native.level()))
+    build = tuple(package(name, pins) for name in BUILD_PACKAGES)
     tensorrt = tuple(optional_package(name, remedy) for name, remedy in TENSORRT_PACKAGES.items())
     sources = () if recipe is None else (recipe.model.source, recipe.data.source)
     services = (*(source(name) for name in sources), registry(tracking_uri()))
@@ -211,13 +214,9 @@ def operators() -> Finding:
 def native_kernels(level: native.Level | None) -> Finding:
     """``level``: as :func:`engines.kernels.cpu.level` gives it."""
     if level is None:
-        remedy = "engines run on ONNX Runtime's own operators, which are slower; 5- and 6-bit weights take 8 bits"
-        return Finding("native kernels", Status.LIMITED, native.unsupported(), remedy)
-    try:
-        version = metadata.version(COMPILER)
-    except metadata.PackageNotFoundError:
-        return Finding("native kernels", Status.MISSING, f"no {COMPILER} to compile them", 'pip install ".[pipeline]"')
-    return Finding("native kernels", Status.OK, f"{level.name}; {COMPILER} {version} compiles them")
+        remedy = f"{DEFAULT_TARGET} needs a processor of a level in docs/native-kernels.md: use another machine"
+        return Finding("native kernels", Status.MISSING, native.unsupported(), remedy)
+    return Finding("native kernels", Status.OK, level.name)
 
 
 def registry(uri: str) -> Finding:

@@ -25,7 +25,7 @@ CHOSEN = {"schemes": "auto", "embeddings": "auto", "kv_cache": "auto"}  # all of
 
 
 def timed_target(recipe: BaseRecipe) -> Target[Any]:
-    """The recipe's target; :class:`RecipeError` if it times no schemes."""
+    """The recipe's target. :class:`RecipeError` if it times no schemes, :class:`FingerprintError` if none here."""
     target = find_target(recipe.build.target)
     if not target.capabilities.timed:
         timed = [name for name in known_targets() if find_target(name).capabilities.timed]
@@ -34,6 +34,7 @@ def timed_target(recipe: BaseRecipe) -> Target[Any]:
             expected=f"one of {', '.join(timed)}",
             remedy="write the rules of plan.schemes out, or choose such a target",
         )
+    target.require_machine()
     return target
 
 
@@ -53,6 +54,19 @@ def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> Co
     compared = recipe.plan if measure else recipe.plan.model_copy(update=CHOSEN)
     together, context = schemes_by_shape(graph, compared), min(recipe.plan.context, graph.max_positions)
     streamed = streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
+    dtypes = [cache.dtype for cache in caches(compared.kv_cache, graph.head_size)]
+    # First, so that heads which the target has no attention for are refused before linears are timed.
+    attention = attention_costs.costs(
+        target,
+        graph,
+        dtypes,
+        sorted(workload_of(recipe.plan)),
+        slots=recipe.build.slots,
+        context=context,
+        streamed=streamed,
+        threads=threads,
+        only_kept=not measure,
+    )
     shapes = ProgressBar(wanted.items(), title="timing linears", unit="shape", hidden=not measure)
     for (columns, outputs), schemes in shapes:
         shape = LinearShape(columns, outputs)
@@ -67,18 +81,6 @@ def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> Co
             threads=threads,
             only_kept=not measure,
         )
-    dtypes = [cache.dtype for cache in caches(compared.kv_cache, graph.head_size)]
-    attention = attention_costs.costs(
-        target,
-        graph,
-        dtypes,
-        sorted(workload_of(recipe.plan)),
-        slots=recipe.build.slots,
-        context=context,
-        streamed=streamed,
-        threads=threads,
-        only_kept=not measure,
-    )
     return CostTable(target.name, threads, recipe.build.slots, context, sizes, seconds, attention)
 
 

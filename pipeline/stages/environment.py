@@ -28,7 +28,7 @@ LIBRARIES = (
 
 def libraries() -> dict[str, str]:
     found = {"python": platform.python_version(), **{name: metadata.version(name) for name in LIBRARIES}}
-    with contextlib.suppress(metadata.PackageNotFoundError):  # nor is it needed where native kernels do not run
+    with contextlib.suppress(metadata.PackageNotFoundError):  # a build says so
         found[COMPILER] = metadata.version(COMPILER)
     return found
 

@@ -77,10 +77,15 @@ def _progress(stage: str) -> Callable[[str], None]:
 
 
 def _environment(recipe: Recipe) -> None:
-    """What other stages depend on besides artifacts and parameters, as files whose change makes them stale."""
+    """What other stages depend on besides artifacts and parameters, as files whose change makes them stale.
+
+    It is the first, so a machine that cannot build for the recipe's target is refused here, before anything takes long.
+    """
+    from engines.load import graph_target
     from pipeline.stages.code import code_hashes, module_hashes
     from pipeline.stages.environment import libraries, listed, machine, resolved
 
+    graph_target(recipe.build.target).require_machine()
     hashes = code_hashes(STAGES, recipe.build.target)
     parameters = {name: listed("dvc.yaml", name) for name in STAGES}
     hashes["hardware"] = module_hashes("pipeline.stages.hardware", HARDWARE_TARGET)

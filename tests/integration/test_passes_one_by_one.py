@@ -24,7 +24,7 @@ from engines.compile import lower
 from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.load import find_target, known_targets
 from engines.passes.base import Lowering, PassResult
-from engines.passes.onnxruntime import grouped_query_attention, silu
+from engines.passes.onnxruntime import cached_attention, silu
 from quantization import qdq
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
@@ -48,7 +48,8 @@ FAMILIES = (
 CASES = (
     ("ort-cpu", "float"),
     ("ort-cpu", "quantized"),
-    ("ort-cpu", "quantized, stock"),  # without operators of our own
+    ("ort-cpu", "quantized, stock"),  # linears and embeddings of ONNX Runtime
+    ("ort-cpu", "quantized, int4 cache"),
     ("tensorrt", "fp16"),
     ("tensorrt", "int4"),
     ("tensorrt", "fp8"),
@@ -57,7 +58,6 @@ CASES = (
 # What a pass finds nothing of: in weights of this kind, in models of this family. Everything else must match somewhere.
 IDLE = {
     "float": {
-        "prompt_attention",
         "static_int8_linears",
         "block_linears",
         "greedy_head",
@@ -65,8 +65,9 @@ IDLE = {
         "norm_rows",
         "embedding",
     },
-    "quantized": {"prompt_attention", "linear_kernels"},
-    "quantized, stock": {"cached_attention", "block_linears", "greedy_head", "linear_inputs", "norm_rows"},
+    "quantized": {"linear_kernels"},
+    "quantized, int4 cache": {"linear_kernels"},
+    "quantized, stock": {"block_linears", "greedy_head", "linear_inputs", "norm_rows"},
     "fp16": {"int4_linears", "fp8_linears"},
     "int4": {"fp8_linears"},
     "fp8": {"int4_linears"},
@@ -91,6 +92,7 @@ FLOAT32 = 256 * 2.0**-24
 # An input within float32's rounding of the middle between two codes may fall on either, and what follows it moves by a
 # step: 2e-2 was seen, in one position of a hundred. So this bounds the worst position, and FLOAT32 nine of ten.
 FLIPPED, MOST = 0.1, 0.9
+FLIPPED_INT4 = 0.3  # a code of a 4-bit cache, whose steps are 16 times as large; 2e-3 was seen with AVX2
 # With AVX-512 attention over codes rounds queries and weights of the softmax to 16 bits, which moves more of the inputs
 # after it to another code. 2e-4 was seen in one position of ten.
 SIXTEEN_BITS = 1e-3
@@ -98,7 +100,7 @@ SIXTEEN_BITS = 1e-3
 # eighth away: 0.14 was seen.
 FLOAT16 = {"fp16": 40 * 2.0**-11, "int4": 40 * 2.0**-11, "fp8": 0.25}
 
-PROMPTS = {0: (20,), 1: (5,), 2: (17, 19, 3)}  # pieces fed to each slot; more than 16 tokens are a branch of their own
+PROMPTS = {0: (20,), 1: (5,), 2: (17, 19, 3)}  # pieces fed to each slot
 DECODED = 4
 
 
@@ -167,7 +169,8 @@ def _compared(step: Any, known: Known) -> Callable[[Lowering], PassResult]:
         else:
             most = SIXTEEN_BITS if name == "cached_attention" and lowering.kv_scales else FLOAT32
             assert np.quantile(apart, MOST) <= most, f"{name}: {np.quantile(apart, MOST):.1e} in one row of ten"
-            assert apart.max() <= (FLIPPED if rounds(lowering) else FLOAT32), f"{name}: {apart.max():.1e}"
+            flipped = FLIPPED_INT4 if lowering.kv_bits == 4 else FLIPPED
+            assert apart.max() <= (flipped if rounds(lowering) else FLOAT32), f"{name}: {apart.max():.1e}"
         return outcome
 
     return run
@@ -181,7 +184,7 @@ def rounds(lowering: Lowering) -> bool:
     )
 
 
-def lowering_of(graph: Artifact[PortableGraph], precision: str) -> Lowering:
+def lowering_of(graph: Artifact[PortableGraph], precision: str, *, kv_bits: int = 8) -> Lowering:
     record, rng = graph.record, np.random.default_rng(1)
     lowering = Lowering(
         ir.load(graph.folder / "model.onnx"),
@@ -189,6 +192,7 @@ def lowering_of(graph: Artifact[PortableGraph], precision: str) -> Lowering:
         FixedWeights(tensors_of(graph, precision)),
         record.max_positions,
         CpuKernels(),
+        kv_bits=kv_bits,
         float_type="fp16",
         precision=precision,
         qdq=qdq,
@@ -197,7 +201,7 @@ def lowering_of(graph: Artifact[PortableGraph], precision: str) -> Lowering:
     if precision == "quantized":
         shape = (record.kv_heads, record.head_size)
         lowering.kv_scales = {
-            f"layers.{layer}.{part}_scale": rng.uniform(0.01, 0.04, shape).astype(np.float32)
+            f"layers.{layer}.{part}_scale": rng.uniform(0.01, 0.04, shape).astype(np.float32) * 2 ** (8 - kv_bits)
             for layer in range(record.layers)
             for part in "kv"
         }
@@ -247,9 +251,9 @@ def test_after_each_pass_the_graph_computes_the_same(
 ) -> None:
     if target == "ort-cpu":
         request.getfixturevalue("stock_operators" if precision.endswith("stock") else "native_operators")
-    reports = compare_each(
-        lowering_of(family_graph(family), precision.partition(",")[0]), find_target(target).passes().every
-    )
+    kind, _, more = precision.partition(", ")
+    lowering = lowering_of(family_graph(family), kind, kv_bits=4 if more == "int4 cache" else 8)
+    reports = compare_each(lowering, find_target(target).passes().every)
     idle = {report.name for report in reports if not report.matched}
     assert idle == (IDLE[precision] | IDLE.get(family, set())) & {report.name for report in reports}
     assert all(report.declined for report in reports if not report.matched)
@@ -260,7 +264,7 @@ def test_after_each_pass_the_graph_computes_the_same(
 
 @pytest.mark.parametrize(
     ("step", "operator", "attribute"),
-    [(grouped_query_attention, "GroupQueryAttention", "scale"), (silu, "QuickGelu", "alpha")],
+    [(cached_attention, "CachedAttention", "scale"), (silu, "QuickGelu", "alpha")],
 )
 def test_a_pass_that_changes_what_is_computed_is_named(step: Any, operator: str, attribute: str) -> None:
     """By a hundredth of one attribute in the first layer."""

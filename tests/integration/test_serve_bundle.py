@@ -19,8 +19,7 @@ NEW = 12
 
 
 @pytest.fixture
-def bundle(operators_of: str, tmp_path: Path) -> Path:
-    """With native attention it is paged; with ONNX Runtime's own, one block is a sequence."""
+def bundle(tmp_path: Path) -> Path:
     return build_float(family_graph("llama"), tmp_path / "bundle", slots=2).folder
 
 

@@ -1,7 +1,4 @@
-"""CachedAttention, the operator: against numpy, against ONNX Runtime's own, and a sequence against itself elsewhere.
-
-At the end the pass that puts it into a graph.
-"""
+"""CachedAttention, the operator: against numpy, against ONNX Runtime's own, and a sequence against itself elsewhere."""
 
 from __future__ import annotations
 
@@ -22,11 +19,9 @@ from onnx import TensorProto, helper, numpy_helper
 from engines.kernels import cpu as native
 from engines.kernels.cpu.clipping import Clipping, ValueCounts, clippings
 from engines.kernels.operators import DOMAIN
-from engines.passes.onnxruntime import cached_attention, prompt_attention
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
-from tests import attention_graph, lowering
-from tests.attention_graph import LAYOUTS, Buffers, Layout, exported, graph, lower, sequences, unpacked
+from tests.attention_graph import unpacked
 
 pytestmark = pytest.mark.usefixtures("level")
 
@@ -648,81 +643,3 @@ def test_no_new_tokens_leave_the_cache_as_it_was() -> None:
     for cache, past in ((key, step.past_key), (value, step.past_value)):
         for row, before, length in zip(cache, past, step.last, strict=True):
             np.testing.assert_array_equal(row[:, : length + 1], before[:, : length + 1])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_lowered_graph_equals_the_exported_function(layout: Layout) -> None:
-    block = graph(layout)
-    rows, starts = sequences(layout, 3), [2, 7, 15]
-    expected = [exported(block, layout, row, attention_graph.MAX_TOKENS) for row in rows]
-    lower(layout, block, then=(cached_attention,))
-    buffers = Buffers(block, layout, rows=3)
-    for row, length in enumerate(starts):
-        actual = buffers.step([rows[row]], [0], length, first=row)[0]
-        np.testing.assert_allclose(actual, expected[row][:length], rtol=1e-4, atol=1e-5)
-    together = buffers.step(rows, starts, 3)
-    for actual, whole, start in zip(together, expected, starts, strict=True):
-        np.testing.assert_allclose(actual, whole[start : start + 3], rtol=1e-4, atol=1e-5)
-
-
-def scales_of(layout: Layout, scale: float = 0.02) -> dict[str, Array]:
-    shape = (layout.kv_heads, layout.head_size)
-    return {f"layers.0.{part}_scale": np.full(shape, scale, np.float32) for part in ("k", "v")}
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_codes_are_those_of_the_stock_operator(bits: int) -> None:
-    layout = Layout()
-    (row,) = sequences(layout, 1)
-    caches: list[dict[str, Array]] = []
-    for then in ((), (cached_attention,)):
-        block = graph(layout)
-        lower(layout, block, scales_of(layout, 0.02 if bits == 8 else 0.3), kv_bits=bits, then=then)
-        buffers = Buffers(block, layout, rows=1, dtype=np.int8 if bits == 8 else np.uint8)
-        buffers.step([row], [0], 20)
-        caches.append({name: unpacked(cache) if bits == 4 else cache for name, cache in buffers.past.items()})
-    for name, stock in caches[0].items():
-        apart = np.abs(caches[1][name][:, :, :20].astype(int) - stock[:, :, :20])
-        assert apart.max() <= 1 and np.mean(apart > 0) < 0.01  # where x / scale is all but a half
-
-
-def applied(block: Any, layout: Layout, kv_bits: int = 8) -> tuple[int, tuple[str, ...]]:
-    lowered = lowering.lowering(block, max_tokens=24, kv_scales=scales_of(layout), kv_bits=kv_bits)
-    lowering.apply(lowered, attention_graph.grouped_query_attention)
-    outcome = lowering.apply(lowered, cached_attention)
-    return outcome.matched, outcome.declined
-
-
-@pytest.mark.parametrize("kv_bits", [8, 4])
-def test_it_takes_the_place_of_the_stock_operator_and_of_a_branch_for_prompts(kv_bits: int) -> None:
-    block = graph(Layout())
-    assert applied(block, Layout(), kv_bits) == (1, ())
-    assert "CachedAttention" in lowering.operators(block) and "GroupQueryAttention" not in lowering.operators(block)
-    assert block.opset_imports[DOMAIN] == 1
-    after = lowering.apply(lowering.lowering(block), prompt_attention)
-    assert after.declined == ("no GroupQueryAttention in the graph",)
-
-
-@pytest.mark.parametrize("kv_bits", [8, 4])
-def test_it_declines_heads_that_are_no_multiple_of_16(kv_bits: int) -> None:
-    layout, reason = Layout(head_size=24), "layer 0: heads of 24 channels"
-    block = graph(layout)
-    matched, (declined,) = applied(block, layout, kv_bits)
-    assert (
-        matched == 0 and declined.startswith(reason) and declined.endswith("; GroupQueryAttention stays in every layer")
-    )
-    assert "GroupQueryAttention" in lowering.operators(block) and "CachedAttention" not in lowering.operators(block)
-
-
-def test_it_declines_on_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "cpu_features", lambda: ("avx", "fma", "f16c"))
-    assert applied(graph(Layout()), Layout()) == (
-        0,
-        ("every layer: native kernels need avx2, which this processor lacks; GroupQueryAttention stays",),
-    )
-
-
-def test_it_says_when_there_is_none() -> None:
-    model_without = lowering.model_of([x := lowering.value("x", [2])], [lowering.named("y", lowering.op("Neg", [x]))])
-    outcome = lowering.apply(lowering.lowering(model_without), cached_attention)
-    assert (outcome.matched, outcome.declined) == (0, ("no GroupQueryAttention in the graph",))

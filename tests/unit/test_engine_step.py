@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines import sessions, step_inputs
+from engines.bundle import EngineBundle
 from engines.compile import build
-from engines.kernels import cpu as native
 from engines.load import find_target, load
 from engines.protocol import Engine, Entry, FloatArray, Result
+from engines.target import Target
 from engines.targets.ort_cpu import paged_engine
 from engines.targets.ort_cpu.paged_engine import PagedEngine
 from quantization.compressed_tensors import open_checkpoint
@@ -33,7 +34,8 @@ from tapeout.errors import RequestError
 from tapeout.portable_graph import PortableGraph
 from tests.fake_engine import HistoryEngine
 from tests.families import DENSE, LAYERS, save_checkpoint
-from tests.native import makes_pages_ready, without_native_operators
+from tests.native import makes_pages_ready
+from tests.standard_engine import StandardEngine, StandardTarget
 
 SLOTS, MAX_TOKENS = 4, 320
 
@@ -60,26 +62,42 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Artifact[PortableGraph]:
     return export(checkpoint, "", folder / "graph", max_positions=MAX_TOKENS, tolerance=1e-3, seed=0, parents={})
 
 
-def opened(
-    graph: Artifact[PortableGraph], folder: Path, *, kv_bits: int = 32, precision: str = "test", slots: int = SLOTS
-) -> Callable[[], Engine]:
+def opened(graph: Artifact[PortableGraph], folder: Path, **settings: Any) -> Callable[[], PagedEngine]:
+    bundle = built(graph, folder, **settings)
+
+    def open_() -> PagedEngine:
+        engine = load(bundle.folder, threads=2)
+        assert isinstance(engine, PagedEngine)
+        return engine
+
+    return open_
+
+
+def built(
+    graph: Artifact[PortableGraph],
+    folder: Path,
+    *,
+    target: Target[EngineBundle] | None = None,
+    kv_bits: int = 32,
+    precision: str = "test",
+    slots: int = SLOTS,
+) -> Artifact[EngineBundle]:
     scale = np.full((graph.record.kv_heads, graph.record.head_size), 0.3 if kv_bits == 4 else 0.05, np.float32)
-    bundle = build(
+    return build(
         graph,
         open_checkpoint(graph.folder),
         folder,
-        target=find_target("ort-cpu"),
+        target=target or find_target("ort-cpu"),
         precision=precision,
         slots=slots,
         kv_scales={f"layers.{n}.{part}_scale": scale for n in range(LAYERS) for part in "kv" if kv_bits < 32},
         kv_bits=kv_bits,
         parents={},
     )
-    return lambda: load(bundle.folder, threads=2)
 
 
 KV_BITS = {"int8": 8, "int4": 4}
-KINDS = ("paged", "paged int8", "paged int4", "slots", "slots int8", "fake paged", "fake slots")
+KINDS = ("paged", "paged int8", "paged int4", "slots", "fake paged", "fake slots")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -94,12 +112,11 @@ def kind(
             lambda: HistoryEngine(300, slots=SLOTS, max_tokens=MAX_TOKENS, block_tokens=block_tokens), exact=True
         )
         return
-    if name.startswith("paged") and (reason := native.unsupported()):
-        pytest.skip(reason)
-    with pytest.MonkeyPatch.context() as patch:
-        if name.startswith("slots"):
-            without_native_operators(patch)
-        yield Kind(opened(graph, folder, kv_bits=KV_BITS.get(name[-4:], 32)), exact=name.startswith("paged"))
+    if name == "slots":
+        bundle = built(graph, folder, target=StandardTarget())
+        yield Kind(lambda: StandardEngine(bundle, threads=2, slots=SLOTS), exact=False)
+        return
+    yield Kind(opened(graph, folder, kv_bits=KV_BITS.get(name[-4:], 32)), exact=True)
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +266,7 @@ def test_too_many_entries_are_refused_at_once(engine: Engine) -> None:
 def test_logits_that_are_not_finite_fail_their_entry_alone(kind: Kind, wanted: str) -> None:
     """Planted in the KV cache of one sequence."""
     engine = kind.open()
-    cache = getattr(engine, "_cache", None)
+    cache = engine._memory.arrays if isinstance(engine, PagedEngine) else getattr(engine, "_cache", None)
     if cache is None or cache["0.value"].dtype != np.float32:
         pytest.skip("an engine with a KV cache of floats")
     held, entries = three(engine)
@@ -325,8 +342,6 @@ def test_a_float_engine_that_stays_in_its_file_reads_it_less_often(
         engine = opened(graph, tmp_path / f"{precision}-{share}", precision=precision)
         monkeypatch.setattr(sessions, "MAPPED_SHARE", share)
         with closing(engine()) as one:
-            if not isinstance(one, PagedEngine):
-                pytest.skip("no native attention on this processor")
             reads.clear()
             found.append(whole(one, tokens))
         assert reads == expected
@@ -334,18 +349,12 @@ def test_a_float_engine_that_stays_in_its_file_reads_it_less_often(
         assert_same(other, found[0], exact=False)
 
 
-@pytest.mark.parametrize("native_attention", [True, False])
-def test_a_closed_engine_gives_its_memory_back(
-    graph: Artifact[PortableGraph], tmp_path: Path, native_attention: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_engine_gives_its_memory_back(graph: Artifact[PortableGraph], tmp_path: Path) -> None:
     """Session, bindings and KV pool. Planted: each of them is kept."""
-    if not native_attention:
-        without_native_operators(monkeypatch)
     engine: Any = opened(graph, tmp_path / "bundle")()
     engine.step([Entry([5], 0, [0])])
-    bound = (engine._bound if native_attention else engine._windows).values()
-    held = [weakref.ref(owner) for owner in (engine._session, *(one.binding for one in bound))]
-    held += [weakref.ref(pages) for pages in (engine._memory._memory if native_attention else engine._cache.values())]
+    held = [weakref.ref(owner) for owner in (engine._session, *(one.binding for one in engine._bound.values()))]
+    held += [weakref.ref(pages) for pages in engine._memory._memory]
     assert len(held) > 2
     engine.close()
     assert [owner() for owner in held] == [None] * len(held)
@@ -359,8 +368,6 @@ def test_pages_of_the_next_blocks_are_made_ready_a_few_at_a_time(
 ) -> None:
     """As far ahead as is asked for and as is allowed; planted: all of the pool, or none."""
     engine = opened(graph, tmp_path / "bundle", kv_bits=kv_bits)()
-    if not isinstance(engine, PagedEngine):
-        pytest.skip("no native attention on this processor")
     each = engine.capabilities.block_bytes
     monkeypatch.setattr(paged_engine, "READY_AT_ONCE_BYTES", 2 * each)
     monkeypatch.setattr(paged_engine, "READY_AHEAD_BYTES", 4 * each)
@@ -386,8 +393,6 @@ def test_a_4_bit_cache_serves_shared_prefixes_preemptions_and_drafts(
     graph: Artifact[PortableGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Responses are those of each request alone, to the token."""
-    if reason := native.unsupported():
-        pytest.skip(reason)
     monkeypatch.setattr(StepCosts, "worth", lambda *_: 0.0)  # drafts always pay
     open_engine = opened(graph, tmp_path / "bundle", kv_bits=4, slots=1)
     prefix = np.random.default_rng(0).integers(3, 300, 130).tolist()

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.kernels.cpu import unsupported
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.trace import trace
 from pipeline.export.weights import bind_weights, tied_parameters
@@ -29,8 +28,7 @@ def test_a_family_keeps_its_logits_in_the_graph_and_in_the_engine(name: str, tmp
     assert graph.record.layers == LAYERS and graph.record.vocab_size == FAMILIES[name].vocab_size
     assert graph.record.rotary == FAMILIES[name].rotary
     bundle = build_float(graph, tmp_path / "bundle", slots=len(PROMPTS))
-    attention = "GroupQueryAttention" if unsupported() else "CachedAttention"
-    assert bundle.record.operator_counts[attention] == LAYERS
+    assert bundle.record.operator_counts["CachedAttention"] == LAYERS
     assert all(error < TOLERANCE for error in largest_errors(bundle, model, name).values())
 
 

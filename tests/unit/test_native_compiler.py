@@ -17,13 +17,17 @@ import pytest
 
 from engines import sessions
 from engines.bundle import IOContract, LoweredRecord
+from engines.compile import build
 from engines.kernels import cpu as native
 from engines.kernels.cpu import LEVELS, Level, compiler, unsupported
 from engines.load import find_target
 from engines.sessions import cpu_options
 from engines.targets import ort_cpu
+from pipeline.recipe import load_recipe
+from pipeline.stages.cost_table import timed_target
+from pipeline.stages.wiring import STAGES
 from tapeout.artifact import FileEntry
-from tapeout.errors import ArtifactError, BuildError
+from tapeout.errors import ArtifactError, BuildError, FingerprintError
 from tapeout.fingerprint import Fingerprint, cpu_features
 from tests.lowering import model_of
 
@@ -271,12 +275,11 @@ def test_an_edited_library_and_one_that_the_bundle_lacks_are_not_loaded(tmp_path
 @pytest.mark.parametrize(
     ("operators", "pin", "carried"),
     [
-        (("Neg",), "", ()),
         (("BlockLinear", "Reshape"), "", LEVELS),  # the level alone selects kernels
         (("BlockLinear", "Reshape"), LEAST.name, (LEAST,)),
         (("CachedAttention", "MatMul"), LEAST.name, (LEAST,)),  # and ONNX Runtime's by the processor's features
     ],
-    ids=["no operator of ours", "all of ours", "pinned", "some of ours"],
+    ids=["all of ours", "pinned", "some of ours"],
 )
 def test_a_bundle_carries_the_levels_that_its_graph_can_run_at(
     source: Path,
@@ -313,6 +316,48 @@ def test_a_level_that_is_unknown_or_cannot_run_here_is_refused(tmp_path: Path, m
     mixed = LOWERED.model_copy(update={"operator_counts": {"CachedAttention": 1, "MatMul": 1}})
     with pytest.raises(BuildError, match=f"{BEST.name} cannot run here: it needs avx512f"):
         ort_cpu.TARGET.at(BEST.name).complete(mixed, model_of([], []), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("system", "kind", "features", "reason"),
+    [
+        ("Linux", "x86_64", ("avx", "fma", "f16c"), "native kernels need avx2, which this processor lacks"),
+        ("Linux", "aarch64", (), "native kernels need asimddp, which this processor lacks"),
+        ("Darwin", "arm64", ("asimddp",), "native kernels are for Linux on x86_64 or aarch64, not Darwin on arm64"),
+    ],
+)
+def test_a_machine_without_a_level_is_refused_before_anything_is_done(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    system: str,
+    kind: str,
+    features: tuple[str, ...],
+    reason: str,
+) -> None:
+    """By the first stage of a recipe, and by whatever builds or times; a level that is named is for other machines."""
+    machine(monkeypatch, system, kind, features)
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(Path(__file__).parents[2] / "params.yaml")
+    nothing: Any = None
+    for refused in (
+        lambda: STAGES["environment"](recipe),
+        lambda: timed_target(recipe),
+        lambda: build(
+            nothing,
+            nothing,
+            tmp_path / "bundle",
+            target=ort_cpu.TARGET,
+            precision="",
+            slots=1,
+            kv_scales={},
+            parents={},
+        ),
+    ):
+        with pytest.raises(FingerprintError, match=f"^ort-cpu cannot run here: {reason}") as caught:
+            refused()
+        assert LEAST.name in caught.value.expected and "docs/native-kernels.md" in caught.value.remedy
+    assert not any(tmp_path.iterdir())
+    find_target(f"ort-cpu:{LEAST.name}").require_machine()
 
 
 def test_a_library_of_another_kind_is_refused_when_a_session_starts(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_buffers_take_what_the_contract_says(engine: Sequences, bundle: Artifact
     has, io = engine.engine.capabilities, bundle.record.io
     assert has.block_bytes == has.block_tokens * io.token_bytes
     assert has.blocks * has.block_tokens >= SLOTS * MAX_POSITIONS
-    assert (has.shares_blocks, has.block_tokens) == ((True, 64) if io.paged else (False, MAX_POSITIONS))
+    assert (has.shares_blocks, has.block_tokens) == (True, 64)
     channels = sum(math.prod(tensor.shape) for state in io.state for tensor in state.tensors)
     assert [len(state.tensors) for state in io.state] == [2] * LAYERS
     assert io.token_bytes / channels == {"float32": 4, "int8": 1, "int4": 0.5}[kv_dtype(io)]

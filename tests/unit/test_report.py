@@ -84,7 +84,7 @@ def test_the_page_is_whole_self_contained_and_says_the_verdict(outcome: Outcome,
         assert check.title in text and check.reason in text
     for part in verdict.slices:
         assert part.task in text
-    assert "GroupQueryAttention" in text and "layers.11.down" in text and "gate.max_kl" in text
+    assert "CachedAttention" in text and "layers.11.down" in text and "gate.max_kl" in text
 
 
 def test_the_same_evidence_gives_the_same_bytes() -> None:

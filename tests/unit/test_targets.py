@@ -23,7 +23,7 @@ from tests.exported import family_graph
 from tests.families import LAYERS
 
 DOCUMENTED = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/targets.md").read_text(), re.DOTALL)
-ENGINE = "from engines.targets.ort_cpu.slot_engine import OrtSlotEngine as MyEngine\n"
+ENGINE = "from tests.standard_engine import StandardEngine as MyEngine\n"
 FEATURES = """
 
 MyChip.chip = "chip-1"

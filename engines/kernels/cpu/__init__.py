@@ -1,8 +1,8 @@
 """Native operators for ONNX Runtime on CPU, in C: each fuses several of its operators into one pass over memory.
 
 ``source/`` has the kernels, ``compiler`` compiles them, ``kernel_set`` tells passes what they take. A bundle holds the
-libraries it was judged with: one for each of ``LEVELS``, over the same weights. Where a processor has none of these
-levels ONNX Runtime's own operators run.
+libraries it was judged with: one for each of ``LEVELS``, over the same weights. A processor with none of these levels
+is refused.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     Linear(x, q), Linear(x, k), Linear(x, v)   ->   Split(Linear(x, [q, k, v]))
 
-Attention takes the merged result whole where it can, so that its Split disappears again (grouped_query_attention).
+Attention takes the merged result whole where it can, so that its Split disappears again (cached_attention).
 """
 
 from __future__ import annotations

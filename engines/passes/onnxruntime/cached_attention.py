@@ -1,88 +1,209 @@
-"""GroupQueryAttention becomes a native operator over a pool of KV blocks, for any mix of prompts and single tokens.
+"""Attention becomes a native operator over a pool of KV blocks, with rotary inside where possible.
 
-    y, present… = GroupQueryAttention(qkv, past…, seqlens_k, total_sequence_length, cos, sin[, scales])
-        ->  y = CachedAttention(qkv, past…, offsets, starts, block_table, cos, sin[, scales])
+    Attention(Rotary(Transpose(Reshape(q))), Rotary(…k), Transpose(Reshape(v)), mask, past…)
+        ->  CachedAttention(q, k, v, past…, offsets, starts, block_table, cos, sin[, scales])
+
+Where q, k and v are the parts of one merged linear, its output is passed packed and the Split is removed.
 
 The graph inputs change: the tokens of all sequences are packed one after the other, those of sequence b from
 ``offsets[b]`` to ``offsets[b + 1] - 1``, at positions from ``starts[b]``; ``block_table [B, M]`` says in which blocks
-of the caches ``[blocks, KV, block_tokens, D]``, or ``D / 2`` bytes of 4-bit codes, a sequence lies. All three are
-int32. The caches are written in place: the graph has no outputs for them. The 60 outputs of the default model made a
-decode step 0.3 to 1.2 % longer. A layer that there is no kernel for keeps all layers as they are, since the two
-operators take different inputs.
+of the caches ``[blocks, KV, block_tokens, D]`` a sequence lies. All three are int32, and replace the padding mask. The
+caches are written in place: the graph has no outputs for them. The 60 outputs of the default model made a decode step
+0.3 to 1.2 % longer. The output of a token is the same to the bit however a prompt was cut and whatever else is in the
+step.
 
-ONNX Runtime 1.31 dequantizes an int8 cache again for every block of queries; cached_attention.c in
-engines/kernels/cpu/source multiplies codes by codes. The output of a token is the same to the bit however a prompt was
-cut and whatever else is in the step.
+A quantized cache has its scales per channel as an input. Codes of 8 bits are int8. Codes of 4 bits are packed two per
+byte of uint8, so blocks have half as many columns: channel 2i in the low half of byte i, channel 2i + 1 in the high
+half, each as ``clip(round(x / scale), -8, 7) + 8``, ties to even.
+
+:class:`BuildError` where the kernels have no attention for a layer: the target has no other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import onnx_ir as ir
 
 from engines.bundle import BLOCK_TABLE, OFFSETS, STARTS
 from engines.kernels.operators import DOMAIN
-from engines.passes.base import Lowering, PassResult, dimension, take_over
-
-CACHE_ATTRIBUTES = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")  # the cache itself says as much
-ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "softcap", "local_window_size")
+from engines.passes.base import (
+    Lowering,
+    PassResult,
+    attribute,
+    constant,
+    dimension,
+    new_value,
+    only_use,
+    producer_of,
+    remove_dead,
+    sizes,
+)
+from engines.passes.graph.linears import is_linear
+from tapeout.errors import BuildError
+from tapeout.operators.attention import is_attention
 
 
 def run(lowering: Lowering) -> PassResult:
     model = lowering.model
-    nodes = [n for n in model.graph if n.op_type == "GroupQueryAttention"]
+    nodes = [n for n in model.graph if is_attention(n)]
     if not nodes:
-        return PassResult(0, ("no GroupQueryAttention in the graph",))
-    missing = lowering.kernels.unsupported("CachedAttention")
-    if missing:
-        return PassResult(0, (f"every layer: {missing}; GroupQueryAttention stays",))
-    declined = [
-        f"layer {layer}: {reason}; GroupQueryAttention stays in every layer"
-        for layer, node in enumerate(nodes)
-        if (reason := _unfit(lowering, node))
-    ]
-    if declined:
-        return PassResult(0, tuple(declined))
+        return PassResult(0, ("no attention in the graph",))
+    dtype = f"int{lowering.kv_bits}" if lowering.kv_scales else "float32"
+    for layer, node in enumerate(nodes):
+        _require_kernel(lowering, layer, dtype, dimension(node.inputs[4], 3))
     shapes = {OFFSETS: ["offsets"], STARTS: ["sequences"], BLOCK_TABLE: ["sequences", "columns"]}
-    inputs = [
+    where = [
         ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.INT32))
         for name, shape in shapes.items()
     ]
-    before = nodes[0].inputs[5:7]  # seqlens_k and total_sequence_length
-    model.graph.inputs.extend(inputs)
-    for node in nodes:
-        _replace(model, node, inputs)
-    for replaced in before:
-        assert replaced is not None
-        model.graph.inputs.remove(replaced)
+    model.graph.inputs.extend(where)
+    notes: list[str] = []
+    for layer, node in enumerate(nodes):
+        notes += (f"layer {layer}: {note}" for note in _lower(lowering, layer, node, where))
+    model.graph.inputs.remove(next(i for i in model.graph.inputs if i.name == "attention_mask"))
+    del model.functions[("tapeout", "Attention", "")]
     model.opset_imports[DOMAIN] = 1
-    return PassResult(len(nodes))
+    return PassResult(len(nodes), tuple(notes))
 
 
-def _unfit(lowering: Lowering, node: ir.Node) -> str:
-    unknown = sorted(node.attributes.keys() - {*ATTRIBUTES, *CACHE_ATTRIBUTES})
-    if unknown or any(extra is not None for extra in node.inputs[9:12]):  # positions, a bias, sinks
-        return f"inputs or attributes that there is no kernel for{': ' * bool(unknown)}{', '.join(unknown)}"
-    past = node.inputs[3]
-    assert past is not None
-    dtype = f"int{lowering.kv_bits}" if lowering.kv_scales else "float32"
-    return lowering.kernels.unsupported_cache(dtype, dimension(past, 3) * (2 if dtype == "int4" else 1))
+def _require_kernel(lowering: Lowering, layer: int, dtype: str, head_size: int) -> None:
+    kernels = lowering.kernels
+    if reason := kernels.unsupported("CachedAttention") or kernels.unsupported_cache(dtype, head_size):
+        raise BuildError(
+            f"no attention for layer {layer}: {reason}",
+            expected="attention that a kernel of the target computes (docs/native-kernels.md)",
+            remedy="build this model for another target, or on another machine if it is the processor that is named",
+        )
 
 
-def _replace(model: ir.Model, node: ir.Node, inputs: list[ir.Value]) -> None:
-    query, key, value, past_key, past_value, _, _, cos, sin, *rest = node.inputs
-    scales = rest[3:5]  # after position_ids, attention_bias and head_target
-    lowered = ir.node(
-        "CachedAttention",
-        [query, key, value, past_key, past_value, *inputs, cos, sin, *scales],
-        attributes={name: node.attributes[name] for name in ATTRIBUTES if name in node.attributes},
-        domain=DOMAIN,
-    )
-    y, *present = node.outputs
-    take_over([y], lowered.outputs)
-    for cache in present:
-        model.graph.outputs.remove(cache)
-    for cache in (past_key, past_value):
-        assert cache is not None and cache.shape is not None
-        cache.shape = ir.Shape(["blocks", cache.shape[1], "block_tokens", cache.shape[3]])
-    model.graph.insert_before(node, lowered)
-    model.graph.remove(node, safe=True)
+def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Value]) -> list[str]:
+    """Replace one node. Returns what could not be folded into it."""
+    model = lowering.model
+    query, key, value, _, past_key, past_value = node.inputs
+    assert query is not None and key is not None and value is not None
+    assert past_key is not None and past_value is not None
+    heads, kv_heads, head_size = dimension(query, 1), dimension(past_key, 1), dimension(past_key, 3)
+
+    cos = sin = None
+    note = "no rotary node right before it; what turns its queries and keys, if anything, stays in the graph"
+    if lowering.graph.rotary == "none":
+        note = ""
+    rotary_q, rotary_k = producer_of(query, "RotaryEmbedding"), producer_of(key, "RotaryEmbedding")
+    interleaved = 0
+    if rotary_q is not None and rotary_k is not None:
+        note = _not_foldable(rotary_q, rotary_k, head_size)
+        if not note:
+            cos, sin, interleaved = *rotary_q.inputs[1:3], attribute(rotary_q, "interleaved", 0)
+            query, key = rotary_q.inputs[0], rotary_k.inputs[0]
+            assert query is not None and key is not None
+    created: list[ir.Node] = []
+    flat = [
+        _flatten(model, value4d, count * head_size, created)
+        for value4d, count in ((query, heads), (key, kv_heads), (value, kv_heads))
+    ]
+    notes = [note] if note else []
+    packed = _packed(flat)
+    if packed is None and any(_is_part_of_linear(part) for part in flat):
+        notes.append("more happens to queries or keys than rotation, so one linear is split before attention")
+    inputs: list[ir.Value | None] = [packed, None, None] if packed is not None else [*flat]
+    inputs += [past_key, past_value, *where, cos, sin]
+    attributes = {
+        "num_heads": heads,
+        "kv_num_heads": kv_heads,
+        "scale": float(attribute(node, "scale", head_size**-0.5)),
+        "do_rotary": int(cos is not None),
+        "rotary_interleaved": int(interleaved),
+    }
+    softcap, window = float(attribute(node, "softcap", 0.0)), int(attribute(node, "window", 0))
+    if softcap:
+        attributes["softcap"] = softcap
+    if window:
+        attributes["local_window_size"] = window
+    element, columns = ir.DataType.FLOAT, head_size
+    if lowering.kv_scales:
+        for part in ("k_scale", "v_scale"):
+            name = f"layers.{layer}.{part}"
+            scale = lowering.kv_scales[name].reshape(1, kv_heads, 1, head_size).astype(np.float32)
+            inputs.append(constant(model, name, np.ascontiguousarray(scale)))
+        element, columns = {8: (ir.DataType.INT8, head_size), 4: (ir.DataType.UINT8, head_size // 2)}[lowering.kv_bits]
+    for past in (past_key, past_value):
+        past.shape, past.type = ir.Shape(["blocks", kv_heads, "block_tokens", columns]), ir.TensorType(element)
+    output = new_value(f"layers.{layer}.attention")
+    created.append(ir.node("CachedAttention", inputs, attributes=attributes, domain=DOMAIN, outputs=[output]))
+    model.graph.insert_before(node, created)
+    _unflatten(model, node, output, heads, head_size)
+    for present in node.outputs[1:]:
+        model.graph.outputs.remove(present)
+    remove_dead(model, [node])
+    return notes
+
+
+def _not_foldable(rotary_q: ir.Node, rotary_k: ir.Node, head_size: int) -> str:
+    cos, other = rotary_q.inputs[1], rotary_k.inputs[1]
+    if cos is not other:
+        return "queries and keys use different rotary tables; rotary stays a node"
+    if cos is None or not cos.is_initializer():
+        return "its rotary table is not constant; rotary stays a node"
+    if attribute(rotary_q, "rotary_embedding_dim", 0) not in (0, head_size):
+        return "rotary covers part of the head; rotary stays a node"
+    return ""
+
+
+def _flatten(model: ir.Model, value: ir.Value, width: int, created: list[ir.Node]) -> ir.Value:
+    """``[B, H, S, D]`` as ``[B, S, H·D]``: the value it was reshaped from where there is one."""
+    transpose = producer_of(value, "Transpose")
+    if transpose is not None and list(transpose.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
+        rows = transpose.inputs[0]
+        assert rows is not None
+        reshape = producer_of(rows, "Reshape")
+        if reshape is not None:
+            source = reshape.inputs[0]
+            if source is not None and source.shape is not None and len(source.shape) == 3 and source.shape[2] == width:
+                return source
+    else:
+        back = ir.node("Transpose", [value], attributes={"perm": [0, 2, 1, 3]})
+        created.append(back)
+        rows = back.outputs[0]
+    shape = sizes(model, 0, 0, width)
+    flat = ir.node("Reshape", [rows, shape])
+    created.append(flat)
+    return flat.outputs[0]
+
+
+def _packed(flat: list[ir.Value]) -> ir.Value | None:
+    """The output of the merged linear whose three parts are exactly q, k and v."""
+    split = producer_of(flat[0], "Split")
+    if split is None or len(split.outputs) != 3 or any(a is not b for a, b in zip(split.outputs, flat, strict=True)):
+        return None
+    return split.inputs[0] if _is_part_of_linear(flat[0]) else None
+
+
+def _is_part_of_linear(value: ir.Value) -> bool:
+    split = producer_of(value, "Split")
+    product = split.inputs[0] if split is not None else None
+    return product is not None and is_linear(product.producer())
+
+
+def _unflatten(model: ir.Model, node: ir.Node, flat: ir.Value, heads: int, head_size: int) -> None:
+    """Hand ``[B, S, H·D]`` to the consumers of the node's ``[B, H, S, D]`` output."""
+    transpose = only_use(node.outputs[0])
+    assert transpose is not None and transpose.op_type == "Transpose"
+    rows = transpose.outputs[0]  # [B, S, H, D]
+    reshape = only_use(rows)
+    if reshape is not None and reshape.op_type == "Reshape":
+        shape = reshape.outputs[0].shape
+        if shape is not None and len(shape) == 3 and shape[2] == heads * head_size:
+            flat.shape, flat.type = shape, reshape.outputs[0].type
+            ir.convenience.replace_all_uses_with(reshape.outputs[0], flat)
+            remove_dead(model, [reshape])
+            return
+    flat.type = rows.type
+    if rows.shape is not None:
+        flat.shape = ir.Shape([*rows.shape[:2], heads * head_size])
+    target = sizes(model, 0, 0, heads, head_size)
+    restored = ir.node("Reshape", [flat, target], outputs=[new_value(f"{flat.name}.heads", rows)])
+    model.graph.insert_after(transpose, restored)
+    ir.convenience.replace_all_uses_with(rows, restored.outputs[0])
+    remove_dead(model, [transpose])

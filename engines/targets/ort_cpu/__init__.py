@@ -1,7 +1,4 @@
-"""ONNX Runtime on CPU: attention over KV buffers that are updated in place, linears over block-quantized weights.
-
-Native kernels run where the processor allows, ONNX Runtime's own operators elsewhere.
-"""
+"""ONNX Runtime on CPU with native kernels: attention over a pool of KV blocks, linears over block-quantized weights."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from engines.target import Capabilities, GraphTarget, Passes
 from tapeout.cores import physical_cores
-from tapeout.errors import BuildError
+from tapeout.errors import BuildError, FingerprintError
 from tapeout.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
@@ -56,6 +53,17 @@ class OrtCpu(GraphTarget):
 
         return CpuKernels(self._level)
 
+    def require_machine(self) -> None:
+        from engines.kernels.cpu import LEVELS
+
+        if reason := self.kernels.unsupported("CachedAttention"):
+            raise FingerprintError(
+                f"{self.name} cannot run here: {reason}",
+                expected=f"a processor of one of the levels {', '.join(level.name for level in LEVELS)}",
+                remedy="use such a machine: most x86-64 processors since 2013 and 64-bit ARM ones since 2018 are "
+                "(docs/native-kernels.md)",
+            )
+
     def passes(self) -> Passes:
         from engines.passes.graph import linears, logit_positions, merge_linears, rotary_tables
         from engines.passes.onnxruntime import (
@@ -63,24 +71,21 @@ class OrtCpu(GraphTarget):
             cached_attention,
             embedding,
             greedy_head,
-            grouped_query_attention,
             linear_inputs,
             linear_kernels,
             norm_rows,
             norms,
-            prompt_attention,
             silu,
             static_int8_linears,
         )
 
-        attention: tuple[Pass, ...] = (grouped_query_attention, cached_attention, prompt_attention)
         kernels: tuple[Pass, ...] = (static_int8_linears, block_linears, linear_kernels)
         return Passes(
             (
                 rotary_tables,
                 linears,
                 merge_linears,
-                *attention,
+                cached_attention,
                 norms,
                 silu,
                 logit_positions,
@@ -90,7 +95,7 @@ class OrtCpu(GraphTarget):
                 norm_rows,
                 embedding,
             ),
-            attention=attention,
+            attention=(cached_attention,),
             linears=kernels,
         )
 
@@ -100,18 +105,15 @@ class OrtCpu(GraphTarget):
         return OrtCpu(find_level(level))
 
     def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> EngineBundle:
-        """Adds native kernels where the graph uses them: of every level, where they are all that computes.
+        """Adds native kernels: of every level, where they are all that computes.
 
         Where ONNX Runtime's operators compute too, the processor's features select their kernels. Such a bundle is for
         processors that are like this one.
         """
         from engines.kernels import cpu as native
         from engines.kernels.cpu import compiler
-        from engines.kernels.operators import OPERATORS
 
         bundle = super().complete(lowered, model, folder)
-        if not OPERATORS.keys() & lowered.operator_counts.keys():
-            return bundle
         if native.all_native(lowered.operator_counts):
             levels = (self._level,) if self._level else native.LEVELS
             libraries = bundle.hardware[0].libraries
@@ -127,7 +129,7 @@ class OrtCpu(GraphTarget):
             )
         else:
             level = self._level or native.level()
-            assert level is not None  # or no pass would have used its operators
+            assert level is not None  # see require_machine
             _require_here(level)
             levels = (level,)
             hardware = (bundle.hardware[0].model_copy(update={"level": level.name}),)
@@ -139,13 +141,8 @@ class OrtCpu(GraphTarget):
 
     def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
         from engines.targets.ort_cpu.paged_engine import PagedEngine
-        from engines.targets.ort_cpu.slot_engine import OrtSlotEngine
 
-        io = bundle.record.io
-        slots = slots or io.slots
-        if not io.paged:
-            return OrtSlotEngine(bundle, threads=threads, slots=slots)
-        return PagedEngine(bundle, threads=threads, sequences=slots)
+        return PagedEngine(bundle, threads=threads, sequences=slots or bundle.record.io.slots)
 
     def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         from engines.probe import OrtProbe

@@ -66,15 +66,11 @@ class Bound:
         return array
 
 
-def bind_cache(binding: ort.IOBinding, cache: dict[str, NDArray[Any]], *, present: bool) -> None:
-    """Bind caches by name, ``LAYER.key|value``, so that they are updated in place.
-
-    ``present``: ONNX Runtime's attention has outputs of this name for the same memory. Native attention has none.
-    """
-    binds = [(binding.bind_input, "past_key_values"), *([(binding.bind_output, "present")] if present else [])]
+def bind_cache(binding: ort.IOBinding, cache: dict[str, NDArray[Any]]) -> None:
+    """Bind caches by name, ``LAYER.key|value``. Attention updates them in place, so they are inputs only."""
     for name, buffer in cache.items():
-        for bind, prefix in binds:
-            bind(f"{prefix}.{name}", "cpu", 0, buffer.dtype.type, buffer.shape, buffer.ctypes.data)
+        address = buffer.ctypes.data
+        binding.bind_input(f"past_key_values.{name}", "cpu", 0, buffer.dtype.type, buffer.shape, address)
 
 
 class BlockMemory:
@@ -121,15 +117,15 @@ class BlockMemory:
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Zeros whose memory is taken page by page as it is written."""
+    """An array in memory of :func:`_pages`."""
     return np.frombuffer(_pages(shape, dtype), dtype).reshape(shape)
 
 
 def _pages(shape: tuple[int, ...], dtype: Any) -> mmap.mmap:
-    """Memory for an array.
+    """Memory of zeros for an array, taken page by page as it is written.
 
-    ``numpy.zeros`` asks the operating system for huge pages, and a slot's first token then takes 2 MB in every layer:
-    with 32 slots of 192 tokens the default model held 900 MB with them, and holds 370 without, at the same speed.
+    ``numpy.zeros`` asks the operating system for huge pages, and a sequence's first token then takes 2 MB in every
+    layer: for 32 sequences of 192 tokens the default model held 900 MB with them, and holds 370 without, as fast.
     """
     pages = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):

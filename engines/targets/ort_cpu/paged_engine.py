@@ -1,4 +1,4 @@
-"""Runs an ``ort-cpu`` bundle with native operators: one session, and pools of blocks and slots that are bound once.
+"""Runs an ``ort-cpu`` bundle: one session, and pools of blocks and slots that are bound once.
 
 The tokens of a step are packed. Attention finds each sequence's keys through its block table, recurrent operators its
 state by its slot; they begin from zeros where a sequence starts. Buffers are arrays of zeros; a page of them costs no
@@ -131,7 +131,7 @@ class PagedEngine:
 
     def _bind(self, wanted: str) -> Bound:
         bound = Bound(self._session.io_binding())
-        bind_cache(bound.binding, self._memory.arrays | self._state, present=False)
+        bind_cache(bound.binding, self._memory.arrays | self._state)
         if self.capabilities.chooses_tokens:
             bound.input(GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
         return bound
