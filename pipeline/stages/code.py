@@ -30,6 +30,7 @@ REGISTRIES = {
     "evals.known": "evals.kinds",
     "evals.kinds.tasks.generative": "evals.kinds.tasks.generative",
     "tapeout.formats": "tapeout.formats",
+    "tapeout.operators": "tapeout.operators",
     "quantization.methods": "quantization.methods",
 }
 
