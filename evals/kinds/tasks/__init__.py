@@ -119,7 +119,8 @@ class TaskSettings(Section):
     @property
     def examples(self) -> dict[str, int]:
         """How many stand before each question of the generative tasks."""
-        return {name: self.shots.get(name, task.shots) for name, task in generative_of(self).items()}
+        given = self.shots  # read whatever the tasks are: a stage says which parameters it reads
+        return {name: given.get(name, task.shots) for name, task in generative_of(self).items()}
 
 
 def generative_of(settings: TaskSettings) -> dict[str, GenerativeTask]:
