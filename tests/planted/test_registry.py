@@ -561,6 +561,9 @@ def test_a_file_that_is_exchanged_while_the_engine_opens(
     bundle: Artifact[EngineBundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Target:
+        def require_machine(self) -> None:
+            pass
+
         def fingerprint(self) -> Any:
             return MACHINE
 
