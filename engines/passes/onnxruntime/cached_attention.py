@@ -42,7 +42,7 @@ from engines.passes.base import (
 )
 from engines.passes.graph.linears import is_linear
 from tapeout.errors import BuildError
-from tapeout.operators.attention import is_attention
+from tapeout.operators.attention import AttentionNode, is_attention
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -84,7 +84,8 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
     query, key, value, _, past_key, past_value = node.inputs
     assert query is not None and key is not None and value is not None
     assert past_key is not None and past_value is not None
-    heads, kv_heads, head_size = dimension(query, 1), dimension(past_key, 1), dimension(past_key, 3)
+    fixed = AttentionNode.of(node)
+    heads, kv_heads, head_size = fixed.heads, fixed.kv_heads, fixed.head_size
 
     cos = sin = None
     note = "no rotary node right before it; what turns its queries and keys, if anything, stays in the graph"
@@ -112,15 +113,14 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
     attributes = {
         "num_heads": heads,
         "kv_num_heads": kv_heads,
-        "scale": float(attribute(node, "scale", head_size**-0.5)),
+        "scale": fixed.scale,
         "do_rotary": int(cos is not None),
         "rotary_interleaved": int(interleaved),
     }
-    softcap, window = float(attribute(node, "softcap", 0.0)), int(attribute(node, "window", 0))
-    if softcap:
-        attributes["softcap"] = softcap
-    if window:
-        attributes["local_window_size"] = window
+    if fixed.softcap:
+        attributes["softcap"] = fixed.softcap
+    if fixed.window:
+        attributes["local_window_size"] = fixed.window
     element, columns = ir.DataType.FLOAT, head_size
     if lowering.kv_scales:
         for part in ("k_scale", "v_scale"):
