@@ -23,7 +23,7 @@ from runtime.engine.cache.sequences import SequenceCache
 from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.speculation import Counts, Speculation, accept
-from runtime.engine.work import ScheduledRequest, Work, WorkResult
+from runtime.engine.work import Work, WorkResult
 from runtime.wire.limits import DisplacedError, Limits
 from runtime.wire.messages import (
     Delta,
@@ -123,7 +123,8 @@ class EngineCore:
             return
         try:
             self._sampler.add(request)
-            displaced = self.scheduler.add(_scheduled(request, now), now)
+            _require_types(request)
+            displaced = self.scheduler.add(request, now)
         except Exception as error:  # whatever a request holds, it must not end the engine
             self._sampler.remove(request.id)
             known = isinstance(error, RequestError)
@@ -364,32 +365,12 @@ class EngineCore:
         self._finished[reason] += 1
 
 
-def _scheduled(request: GenerateRequest, now: float) -> ScheduledRequest:
+def _require_types(request: GenerateRequest) -> None:
     """:class:`RequestError` for values of a wrong type: later they would fail the step, and everybody with it."""
-
-    def deadline(timeout: float | None) -> float | None:
-        if timeout is None:
-            return None
-        if not timeout >= 0:  # NaN has no place among deadlines
-            raise RequestError(f"a timeout of {timeout} seconds", expected="at least 0")
-        return now + timeout
-
     expected = {"max_new_tokens": int, "min_new_tokens": int, "priority": int, "tenant": str, "cache_salt": bytes}
     for name, kind in expected.items():
         if not isinstance(value := getattr(request, name), kind):
             raise RequestError(f"{name} is {value!r}", expected=kind.__name__)
-    return ScheduledRequest(
-        request.id,
-        request.prompt,
-        request.max_new_tokens,
-        request.priority,
-        request.tenant,
-        request.cache_salt,
-        deadline(request.queue_timeout),
-        deadline(request.first_token_timeout),
-        deadline(request.timeout),
-        scored=request.prompt_logprobs is not None,
-    )
 
 
 def _unscored(active: _Active, work: Work) -> range:

@@ -24,24 +24,26 @@ from runtime.engine.cache.kinds import Demand, Lease
 from runtime.engine.cache.sequences import SequenceCache
 from runtime.engine.step_costs import StepCosts
 from runtime.engine.waiting import Rank, WaitingQueue
-from runtime.engine.work import Finished, ScheduledRequest, Work, WorkResult
+from runtime.engine.work import Finished, Work, WorkResult
 from runtime.wire.limits import Limits, QueueFullError
-from runtime.wire.messages import FinishReason
+from runtime.wire.messages import FinishReason, GenerateRequest
 from tapeout.errors import RequestError
 
 
 @dataclass(eq=False)
 class _Sequence:
-    request: ScheduledRequest
+    request: GenerateRequest
     arrival: float
-    tokens: list[int]  # of the prompt and the answer so far
-    lease: Lease
     computed: int = 0  # positions that its state holds
     cached: int = 0  # prompt tokens that were found in the cache when it first ran
     started: bool = False
 
     def __post_init__(self) -> None:
-        self.id, self.tenant, self.priority = self.request.id, self.request.tenant, self.request.priority
+        request = self.request
+        self.id, self.tenant, self.priority = request.id, request.tenant, request.priority
+        self.tokens, self.lease = list(request.prompt), Lease(request.cache_salt)  # tokens of the answer follow
+        # The logits of all prompt tokens are wanted, so none of them is taken from the cache.
+        self.scored = request.prompt_logprobs is not None
 
     @property
     def answered(self) -> int:
@@ -103,12 +105,12 @@ class Scheduler:
             if self._pending(sequence) == 1
         ]
 
-    def add(self, request: ScheduledRequest, now: float) -> list[str]:
-        """Queue a request. Waiting requests of lower priority that lose their place in a full queue have ended.
+    def add(self, request: GenerateRequest, now: float) -> list[str]:
+        """Queue a request that arrived at ``now``. Those that lose their place in a full queue have ended.
 
         :class:`RequestError` for one that can never run, :class:`QueueFullError` where the queue has no room.
         """
-        prompt = len(request.prompt)
+        timeouts, prompt = _timeouts(request), len(request.prompt)
         if request.id in self._waiting or request.id in self._running:
             raise RequestError(f"request {request.id} is there already", expected="an id of its own")
         # The last new token is never fed, so it needs no position.
@@ -126,16 +128,10 @@ class Scheduler:
             # A tenant that was away has not saved up its share.
             self._served[tenant] = min(self._served.values(), default=0.0)
         self._active[tenant] = self._active.get(tenant, 0) + 1
-        sequence = _Sequence(request, now, list(request.prompt), Lease(request.cache_salt))
+        sequence = _Sequence(request, now)
         self._queue.add(sequence)
-        deadlines = (
-            ("queue", request.queue_deadline),
-            ("first token", request.first_token_deadline),
-            ("last token", request.deadline),
-        )
-        for until, deadline in deadlines:
-            if deadline is not None:
-                heappush(self._deadlines, (deadline, next(self._numbers), until, sequence))
+        for until, seconds in timeouts.items():
+            heappush(self._deadlines, (now + seconds, next(self._numbers), until, sequence))
         return displaced
 
     def cancel(self, id: str) -> Finished | None:
@@ -257,7 +253,7 @@ class Scheduler:
     def _feed_prompt(self, sequence: _Sequence, budget: int, scored: int, now: float) -> tuple[int, int]:
         """Plan as many tokens as the budgets allow; how many, and what is left of the tokens that may be scored."""
         count = min(self._pending(sequence), budget)
-        if sequence.request.scored and sequence.computed < len(sequence.request.prompt):
+        if sequence.scored and sequence.computed < len(sequence.request.prompt):
             count = min(count, scored)
             scored -= count
         return (self._feed(sequence, count, now) if count else 0), scored
@@ -297,7 +293,7 @@ class Scheduler:
             if not budget or len(self._running) >= self.limits.max_running:
                 break
             # The last token is computed in any case: its logits decide the next one.
-            most = 0 if sequence.request.scored else len(sequence.tokens) - 1
+            most = 0 if sequence.scored else len(sequence.tokens) - 1
             match = self.cache.match(sequence.lease, sequence.tokens, most)
             if match.awaited:
                 continue
@@ -331,7 +327,7 @@ class Scheduler:
             demands.append((sequence.lease, len(sequence.tokens), end))
         return demands
 
-    def _make_room(self, request: ScheduledRequest, now: float) -> list[str]:
+    def _make_room(self, request: GenerateRequest, now: float) -> list[str]:
         """End waiting requests of lower priority, the lowest and latest first, until there is room for this one.
 
         :class:`QueueFullError`, and nobody ends, if that would not be enough.
@@ -408,3 +404,17 @@ class Scheduler:
             speed = fed / elapsed
             self._speed = speed if self._speed is None else 0.9 * self._speed + 0.1 * speed
         self._busy_since = now if self._running or self._waiting else None
+
+
+def _timeouts(request: GenerateRequest) -> dict[str, float]:
+    """Seconds by what must have happened until then."""
+    timeouts = {
+        "queue": request.queue_timeout,
+        "first token": request.first_token_timeout,
+        "last token": request.timeout,
+    }
+    found = {until: seconds for until, seconds in timeouts.items() if seconds is not None}
+    for seconds in found.values():
+        if not seconds >= 0:  # NaN has no place among deadlines
+            raise RequestError(f"a timeout of {seconds} seconds", expected="at least 0")
+    return found

@@ -71,8 +71,9 @@ class GenerateRequest:
     ``stop_tokens`` end the response once it has ``min_new_tokens``. ``logprobs``: so many of the likeliest tokens with
     each token of the response; ``prompt_logprobs`` the same of the prompt. Log-probabilities are those of the model,
     before penalties, temperature and filters. ``max_new_tokens`` 0 only scores the prompt.
-    ``priority``, ``tenant`` and ``cache_salt``: see :class:`runtime.engine.work.ScheduledRequest`. Timeouts are seconds
-    from arrival: of leaving the queue, of the first token and of the last.
+    ``priority``: lower runs first. ``tenant``: step tokens are shared fairly among the tenants of one priority.
+    ``cache_salt``: requests share a prefix only with those of the same salt. Timeouts are seconds from arrival: of
+    leaving the queue, of the first token and of the last.
     """
 
     id: str

@@ -14,8 +14,9 @@ from engines.protocol import Entry
 from runtime.engine.cache.blocks import BlockPool, block_keys
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
-from runtime.engine.work import Finished, ScheduledRequest, Work, WorkResult
+from runtime.engine.work import Finished, Work, WorkResult
 from runtime.wire.limits import Limits, QueueFullError
+from runtime.wire.messages import GenerateRequest
 from tapeout.errors import RequestError
 from tests.caches import paged_cache
 from tests.fake_engine import HistoryEngine
@@ -24,7 +25,7 @@ BLOCK, MAX_TOKENS, VOCABULARY, STOP = 4, 64, 12, 0
 REASONS = {"stop", "length", "cancelled", "timeout", "error"}
 
 
-def alone(engine: HistoryEngine, request: ScheduledRequest) -> list[int]:
+def alone(engine: HistoryEngine, request: GenerateRequest) -> list[int]:
     """The greedy answer, up to the stop token."""
     tokens = list(request.prompt)
     for _ in range(request.max_new_tokens):
@@ -63,7 +64,7 @@ class Served(RuleBasedStateMachine):
         self.scheduler = Scheduler(paged_cache(blocks, BLOCK, MAX_TOKENS), limits)
         self.now, self.number = 0.0, 0
         self.answers: dict[str, list[int]] = {}
-        self.requests: dict[str, ScheduledRequest] = {}
+        self.requests: dict[str, GenerateRequest] = {}
         self.ended: dict[str, str] = {}
 
     def end(self, finished: list[Finished]) -> None:
@@ -85,11 +86,19 @@ class Served(RuleBasedStateMachine):
     ) -> None:
         """Prompts begin alike, so that prefixes are shared; what one tenant computed is not found by another."""
         self.number += 1
-        deadline = None if wait is None else self.now + wait
         prompt = [1, 2, 3, 4, 5] * prefix + rest
         salt = tenant.encode()
         id = f"r{self.number}"
-        request = ScheduledRequest(id, prompt, new, priority, tenant, salt, queue_deadline=deadline, scored=scored)
+        request = GenerateRequest(
+            id,
+            prompt,
+            new,
+            prompt_logprobs=0 if scored else None,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=salt,
+            queue_timeout=wait,
+        )
         try:
             displaced = self.scheduler.add(request, self.now)
         except QueueFullError:
@@ -190,27 +199,27 @@ def advance(made: Scheduler, now: float = 0.0, *, stop: bool = False) -> list[st
 def test_where_blocks_run_out_the_lowest_rank_gives_up_its_own() -> None:
     """Planted: requests that decode are never ranked."""
     made = scheduler(blocks=3)
-    made.add(ScheduledRequest("low", [1, 2, 3], 6, priority=1), 0)
+    made.add(GenerateRequest("low", [1, 2, 3], 6, priority=1), 0)
     assert advance(made) == ["low"]
-    made.add(ScheduledRequest("high", [4, 5, 6, 7], 6, priority=0), 0)
+    made.add(GenerateRequest("high", [4, 5, 6, 7], 6, priority=0), 0)
     assert sorted(advance(made)) == ["high", "low"]
     assert advance(made) == ["high"] and made.preemptions == 1
 
 
 def test_a_block_is_found_by_others_as_soon_as_it_is_full() -> None:
     made = scheduler()
-    made.add(ScheduledRequest("a", list(range(1, BLOCK + 1)), 2), 0)
+    made.add(GenerateRequest("a", list(range(1, BLOCK + 1)), 2), 0)
     advance(made)
-    made.add(ScheduledRequest("b", list(range(1, BLOCK + 2)), 2), 0)
+    made.add(GenerateRequest("b", list(range(1, BLOCK + 2)), 2), 0)
     assert {work.id: work.start for work in made.plan(0)} == {"a": BLOCK, "b": BLOCK}
 
 
 def test_a_prefix_is_computed_once() -> None:
     made = scheduler()
     prompt = list(range(1, 11))
-    made.add(ScheduledRequest("a", prompt, 2), 0)
+    made.add(GenerateRequest("a", prompt, 2), 0)
     advance(made)
-    made.add(ScheduledRequest("b", [*prompt, 11], 2), 0)
+    made.add(GenerateRequest("b", [*prompt, 11], 2), 0)
     (first, second) = made.plan(0)
     assert (first.id, second.id) == ("a", "b")
     assert second.start == 8 and list(second.tokens) == [9, 10, 11] and made.cached_tokens("b") == 8
@@ -219,26 +228,26 @@ def test_a_prefix_is_computed_once() -> None:
 
 def test_a_whole_prompt_that_is_known_still_computes_its_last_token() -> None:
     made = scheduler()
-    made.add(ScheduledRequest("a", [1] * 8, 1), 0)
+    made.add(GenerateRequest("a", [1] * 8, 1), 0)
     advance(made)
-    made.add(ScheduledRequest("b", [1] * 8, 1), 0)
+    made.add(GenerateRequest("b", [1] * 8, 1), 0)
     (work,) = made.plan(0)
     assert work.start == 4 and work.samples
 
 
 def test_tenants_with_other_salts_share_nothing() -> None:
     made = scheduler()
-    made.add(ScheduledRequest("a", [1] * 9, 1, tenant="a", cache_salt=b"a"), 0)
+    made.add(GenerateRequest("a", [1] * 9, 1, tenant="a", cache_salt=b"a"), 0)
     advance(made)
-    made.add(ScheduledRequest("b", [1] * 9, 1, tenant="b", cache_salt=b"b"), 0)
+    made.add(GenerateRequest("b", [1] * 9, 1, tenant="b", cache_salt=b"b"), 0)
     assert made.plan(0)[0].start == 0
 
 
 def test_decodes_come_before_prompts_and_prompts_are_cut() -> None:
     made = scheduler(blocks=32, step_tokens=8)
-    made.add(ScheduledRequest("short", [1, 2], 9), 0)
+    made.add(GenerateRequest("short", [1, 2], 9), 0)
     advance(made)
-    made.add(ScheduledRequest("long", [3] * 20, 1), 0)
+    made.add(GenerateRequest("long", [3] * 20, 1), 0)
     sizes = []
     for _ in range(3):
         works = made.plan(0)
@@ -249,9 +258,9 @@ def test_decodes_come_before_prompts_and_prompts_are_cut() -> None:
 
 def test_a_lower_priority_gives_up_its_blocks_and_is_computed_again() -> None:
     made = scheduler(blocks=4)
-    made.add(ScheduledRequest("low", [1] * 7, 5, priority=1), 0)
+    made.add(GenerateRequest("low", [1] * 7, 5, priority=1), 0)
     advance(made)
-    made.add(ScheduledRequest("high", [2] * 7, 9), 0)
+    made.add(GenerateRequest("high", [2] * 7, 9), 0)
     order = [advance(made) for _ in range(30)]
     assert made.preemptions >= 1
     assert order[-1] == [] and any("high" in ids and "low" not in ids for ids in order)
@@ -260,10 +269,10 @@ def test_a_lower_priority_gives_up_its_blocks_and_is_computed_again() -> None:
 
 def test_who_waits_long_enough_overtakes_higher_priorities() -> None:
     made = scheduler(max_running=1, aging_seconds=3)
-    made.add(ScheduledRequest("low", [1], 1, priority=2), 0)
+    made.add(GenerateRequest("low", [1], 1, priority=2), 0)
     order: list[str] = []
     for now in range(12):
-        made.add(ScheduledRequest(f"high{now}", [2], 1), now)
+        made.add(GenerateRequest(f"high{now}", [2], 1), now)
         order += advance(made, now)
     assert "low" in order and order.index("low") >= 6
 
@@ -272,9 +281,9 @@ def test_tenants_get_equal_shares() -> None:
     """One sends ten times as many requests as the other."""
     made = scheduler(max_running=1)
     for number in range(20):
-        made.add(ScheduledRequest(f"a{number}", [1] * 4, 1, tenant="a"), 0)
+        made.add(GenerateRequest(f"a{number}", [1] * 4, 1, tenant="a"), 0)
     for number in range(2):
-        made.add(ScheduledRequest(f"b{number}", [1] * 4, 1, tenant="b"), 1)
+        made.add(GenerateRequest(f"b{number}", [1] * 4, 1, tenant="b"), 1)
     order = [id for now in range(6) for id in advance(made, 2 + now / 100)]
     assert sum(id.startswith("b") for id in order) == 2
 
@@ -282,33 +291,43 @@ def test_tenants_get_equal_shares() -> None:
 def test_what_can_never_run_is_refused_at_once() -> None:
     made = scheduler(blocks=2)
     with pytest.raises(RequestError, match="7 prompt tokens and 3 new ones") as caught:
-        made.add(ScheduledRequest("a", [1] * 7, 3), 0)
+        made.add(GenerateRequest("a", [1] * 7, 3), 0)
     assert "at most 9 together" in (caught.value.expected or "")
-    made.add(ScheduledRequest("a", [1] * 7, 2), 0)
-    for empty in (ScheduledRequest("b", [], 1), ScheduledRequest("b", [1], -1)):
+    made.add(GenerateRequest("a", [1] * 7, 2), 0)
+    for empty in (GenerateRequest("b", [], 1), GenerateRequest("b", [1], -1)):
         with pytest.raises(RequestError):
             made.add(empty, 0)
     with pytest.raises(RequestError, match="is there already"):
-        made.add(ScheduledRequest("a", [1], 1), 0)
+        made.add(GenerateRequest("a", [1], 1), 0)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+@pytest.mark.parametrize("timeout", ["queue_timeout", "first_token_timeout", "timeout"])
+def test_a_timeout_that_is_no_duration_is_refused_and_ends_nobody(timeout: str, seconds: float) -> None:
+    made = scheduler(max_waiting=1)
+    made.add(GenerateRequest("waits", [1], 1, priority=1), 0)
+    with pytest.raises(RequestError, match="a timeout of"):
+        made.add(replace(GenerateRequest("a", [1], 1), **{timeout: seconds}), 0)
+    assert made.waiting == 1 and made.expire(1e9) == []
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     made = scheduler(max_running=1, max_waiting=2, step_tokens=4)
-    made.add(ScheduledRequest("first", [1] * 4, 9), 0)
+    made.add(GenerateRequest("first", [1] * 4, 9), 0)
     for now in range(3):
         advance(made, now)
     for number in range(2):
-        made.add(ScheduledRequest(f"{number}", [1] * 8, 1), 3)
+        made.add(GenerateRequest(f"{number}", [1] * 8, 1), 3)
     with pytest.raises(QueueFullError) as caught:
-        made.add(ScheduledRequest("late", [1], 1), 3)
+        made.add(GenerateRequest("late", [1], 1), 3)
     assert caught.value.retry_after == pytest.approx(16.0)  # 16 tokens wait, and one was fed each second
 
 
-@pytest.mark.parametrize(("deadline", "steps"), [("queue_deadline", 0), ("first_token_deadline", 1), ("deadline", 2)])
-def test_deadlines_end_what_they_are_for(deadline: str, steps: int) -> None:
+@pytest.mark.parametrize(("timeout", "steps"), [("queue_timeout", 0), ("first_token_timeout", 1), ("timeout", 2)])
+def test_deadlines_end_what_they_are_for(timeout: str, steps: int) -> None:
     """Of leaving the queue, of the first token (the prompt takes two steps), and of the answer."""
     made = scheduler(step_tokens=4, max_running=1)
-    made.add(replace(ScheduledRequest("a", [1] * 6, 9), **{deadline: 5.0}), 0)
+    made.add(replace(GenerateRequest("a", [1] * 6, 9), **{timeout: 5.0}), 0)
     for _ in range(steps):
         advance(made)
     assert made.expire(4.9) == []
@@ -317,7 +336,7 @@ def test_deadlines_end_what_they_are_for(deadline: str, steps: int) -> None:
 
 def test_a_deadline_that_was_kept_does_not_end_a_request() -> None:
     made = scheduler()
-    made.add(ScheduledRequest("a", [1], 9, queue_deadline=1, first_token_deadline=1), 0)
+    made.add(GenerateRequest("a", [1], 9, queue_timeout=1, first_token_timeout=1), 0)
     advance(made)
     assert made.expire(99) == []
 
@@ -351,52 +370,52 @@ def test_a_planted_leak_is_found(defect: str) -> None:
 def test_a_higher_priority_displaces_the_lowest_and_latest() -> None:
     made = scheduler(max_running=1, max_waiting=2)
     for id, priority in (("a", 2), ("b", 1), ("c", 2)):
-        made.add(ScheduledRequest(id, [1], 1, priority), len(id))
+        made.add(GenerateRequest(id, [1], 1, priority=priority), len(id))
         if id == "a":
             made.plan(0)  # it runs
-    assert made.add(ScheduledRequest("d", [1], 1, 1), 2) == ["c"]
+    assert made.add(GenerateRequest("d", [1], 1, priority=1), 2) == ["c"]
     with pytest.raises(QueueFullError):
-        made.add(ScheduledRequest("e", [1], 1, 1), 2)
+        made.add(GenerateRequest("e", [1], 1, priority=1), 2)
     assert made.waiting == 2 and made.cancel("c") is None
 
 
 def test_displacing_makes_room_for_tokens_or_ends_nobody() -> None:
     made = scheduler(max_waiting_tokens=10)
     for number in range(3):
-        made.add(ScheduledRequest(f"low{number}", [1] * 3, 1, 5), number)
-    made.add(ScheduledRequest("mid", [1], 1, 1), 3)
+        made.add(GenerateRequest(f"low{number}", [1] * 3, 1, priority=5), number)
+    made.add(GenerateRequest("mid", [1], 1, priority=1), 3)
     with pytest.raises(QueueFullError):
-        made.add(ScheduledRequest("large", [1] * 10, 1, 1), 4)  # "mid" would have to go, too
+        made.add(GenerateRequest("large", [1] * 10, 1, priority=1), 4)  # "mid" would have to go, too
     assert made.waiting == 4
-    assert made.add(ScheduledRequest("high", [1] * 6, 1, 1), 4) == ["low2", "low1"]
+    assert made.add(GenerateRequest("high", [1] * 6, 1, priority=1), 4) == ["low2", "low1"]
 
 
 def test_who_has_waited_long_is_not_displaced() -> None:
     made = scheduler(max_waiting=1, aging_seconds=5)
-    made.add(ScheduledRequest("old", [1], 1, 1), 0)
+    made.add(GenerateRequest("old", [1], 1, priority=1), 0)
     with pytest.raises(QueueFullError):
-        made.add(ScheduledRequest("new", [1], 1, 0), 6)
+        made.add(GenerateRequest("new", [1], 1, priority=0), 6)
 
 
 def test_a_preempted_request_keeps_its_place() -> None:
     """It has begun its answer, so it is not displaced."""
     made = scheduler(blocks=4, max_waiting=1)
-    made.add(ScheduledRequest("low", [1] * 7, 5, priority=1), 0)
+    made.add(GenerateRequest("low", [1] * 7, 5, priority=1), 0)
     made.plan(0)
     made.commit({"low": WorkResult([1])}, 0)
-    made.add(ScheduledRequest("high", [2] * 7, 9), 0)
+    made.add(GenerateRequest("high", [2] * 7, 9), 0)
     while not made.waiting:
         advance(made)
     with pytest.raises(QueueFullError):
-        made.add(ScheduledRequest("higher", [1], 1, priority=0), 0)
+        made.add(GenerateRequest("higher", [1], 1, priority=0), 0)
 
 
 def test_a_prefix_that_another_computes_is_waited_for() -> None:
     made = scheduler(step_tokens=6)
     prompt = list(range(1, 10))
     for id in ("a", "b"):
-        made.add(ScheduledRequest(id, prompt, 1), 0)
-    made.add(ScheduledRequest("other", [7], 1), 0)
+        made.add(GenerateRequest(id, prompt, 1), 0)
+    made.add(GenerateRequest("other", [7], 1), 0)
     assert advance(made) == ["a"]
     assert sorted(advance(made)) == ["a", "other"], "b waits for a, and keeps nobody from running"
     (work,) = made.plan(0)
@@ -406,7 +425,7 @@ def test_a_prefix_that_another_computes_is_waited_for() -> None:
 def test_a_prefix_is_not_waited_for_once_nobody_computes_it() -> None:
     made = scheduler(step_tokens=3)
     for id in ("a", "b"):
-        made.add(ScheduledRequest(id, list(range(1, 10)), 1), 0)
+        made.add(GenerateRequest(id, list(range(1, 10)), 1), 0)
     assert advance(made) == ["a"]
     made.cancel("a")
     assert advance(made) == ["b"]
@@ -416,12 +435,12 @@ def test_prompts_leave_decodes_their_latency() -> None:
     """Costs: 10 ms for decodes, and 1 ms for a prompt token. Steps with decodes may last 17 ms."""
     made = scheduler(blocks=64)
     now = 0.0
-    made.add(ScheduledRequest("decodes", [1], 30), now)
-    made.add(ScheduledRequest("first", [1] * 40, 1), now)
+    made.add(GenerateRequest("decodes", [1], 30), now)
+    made.add(GenerateRequest("first", [1] * 40, 1), now)
     sizes: list[dict[str, int]] = []
     for _ in range(12):
         if len(sizes) == 4:
-            made.add(ScheduledRequest("long", [2] * 60, 1), now)
+            made.add(GenerateRequest("long", [2] * 60, 1), now)
         works = made.plan(now)
         sizes.append({work.id: len(work.tokens) for work in works})
         now += 0.01 + 0.001 * sum(len(work.tokens) for work in works if len(work.tokens) > 1)
@@ -434,7 +453,7 @@ def test_prompts_leave_decodes_their_latency() -> None:
 def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
     made = scheduler()
     for number in range(2000):
-        made.add(replace(ScheduledRequest(f"{number}", [1], 1), deadline=1e9), number)
+        made.add(GenerateRequest(f"{number}", [1], 1, timeout=1e9), number)
         advance(made, number)
         made.expire(number)
     assert len(made._deadlines) < 300
@@ -442,10 +461,10 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
 
 def test_guesses_need_free_blocks_and_never_preempt() -> None:
     made = scheduler(blocks=3)
-    made.add(ScheduledRequest("short", [9], 1), 0)
+    made.add(GenerateRequest("short", [9], 1), 0)
     advance(made)  # so that short answers are expected
     for id in ("a", "b"):
-        made.add(ScheduledRequest(id, [1] * 3, 6), 0)
+        made.add(GenerateRequest(id, [1] * 3, 6), 0)
         advance(made)
     works = {work.id: work for work in made.plan(0, {"a": [5] * 4, "b": [6] * 4})}
     assert works["a"].drafts == 3 and works["b"].drafts == 0 and made.preemptions == 0
@@ -454,7 +473,7 @@ def test_guesses_need_free_blocks_and_never_preempt() -> None:
 
 def test_accepted_guesses_count_as_tokens() -> None:
     made = scheduler()
-    made.add(ScheduledRequest("a", [1] * 3, 6), 0)
+    made.add(GenerateRequest("a", [1] * 3, 6), 0)
     advance(made)
     (work,) = made.plan(0, {"a": [5, 6, 7, 8, 9]})
     assert work.drafts == 4, "the last new token is never fed"
@@ -470,10 +489,10 @@ def test_admission_leaves_room_for_answers() -> None:
     """Two answers of the longest length do not fit; two as long as those before do."""
     made = scheduler(blocks=6)
     for id in ("a", "b"):
-        made.add(ScheduledRequest(id, [1] * 4, 13), 0)
+        made.add(GenerateRequest(id, [1] * 4, 13), 0)
     assert advance(made) == ["a"]
     assert advance(made, stop=True) == ["a"]
-    made.add(ScheduledRequest("c", [2] * 4, 13), 1)
+    made.add(GenerateRequest("c", [2] * 4, 13), 1)
     assert sorted(advance(made)) == ["b", "c"]
     for _ in range(60):
         advance(made)
@@ -484,7 +503,7 @@ def test_guesses_leave_decodes_their_latency_and_prompts_come_before_them() -> N
     """Costs: 10 ms for decodes, and 1 ms for each other token. Steps with decodes may last 15 ms."""
     made = scheduler(blocks=64)
     for id in "abcd":
-        made.add(ScheduledRequest(id, [1], 50), 0)
+        made.add(GenerateRequest(id, [1], 50), 0)
     advance(made)
     for _ in range(3):
         made.costs.observe(4, 0, 0, 0.01)
@@ -499,7 +518,7 @@ def test_guesses_leave_decodes_their_latency_and_prompts_come_before_them() -> N
         return sum(work.drafts for work in works), sum(len(work.tokens) for work in works if work.id == "prompt")
 
     assert step() == (MIN_CHUNK, 0)  # 5 ms would do for 5
-    made.add(ScheduledRequest("prompt", [2] * (3 * MIN_CHUNK + 3), 1), 0)
+    made.add(GenerateRequest("prompt", [2] * (3 * MIN_CHUNK + 3), 1), 0)
     assert [step() for _ in range(5)] == [*[(0, MIN_CHUNK)] * 3, (0, 3), (MIN_CHUNK, 0)]
 
 
@@ -507,7 +526,7 @@ def test_every_decode_has_a_first_guess_before_any_has_a_second() -> None:
     """Later guesses hold less often."""
     made = Scheduler(paged_cache(4000, BLOCK, 8000), Limits(step_tokens=10))
     for id in "abcd":
-        made.add(ScheduledRequest(id, [1], 50), 0)
+        made.add(GenerateRequest(id, [1], 50), 0)
     advance(made)
     guesses = {"a": [7] * 8, "b": [7], "c": [7] * 8, "d": [7] * 8}
     works = made.plan(0, guesses)  # 10 tokens, of which 4 decode
@@ -517,7 +536,7 @@ def test_every_decode_has_a_first_guess_before_any_has_a_second() -> None:
 def test_a_step_that_failed_teaches_no_cost() -> None:
     made = scheduler(blocks=64)
     for id in "ab":
-        made.add(ScheduledRequest(id, [1], 50), 0)
+        made.add(GenerateRequest(id, [1], 50), 0)
     advance(made)
     made.costs.observe(2, 0, 0, 0.01)
     made.plan(0)
@@ -527,10 +546,10 @@ def test_a_step_that_failed_teaches_no_cost() -> None:
 
 def test_a_step_is_plain_where_one_is_due() -> None:
     made = Scheduler(paged_cache(4000, BLOCK, 8000), Limits())
-    made.add(ScheduledRequest("a", [1], 50), 0)
+    made.add(GenerateRequest("a", [1], 50), 0)
     advance(made)
     made.costs.observe(1, 0, 0, 0.01)
-    made.add(ScheduledRequest("prompt", [2] * 4000, 1), 0)
+    made.add(GenerateRequest("prompt", [2] * 4000, 1), 0)
     plain: list[bool] = []
     for _ in range(FIRST_PLAIN_AFTER + 2):
         works = made.plan(0, {"a": [7] * 8})
@@ -542,13 +561,13 @@ def test_a_step_is_plain_where_one_is_due() -> None:
 def test_one_long_prompt_is_no_backlog_but_several_are() -> None:
     """A step of the decode takes 10 ms, a prompt token 1 ms; 15 ms are allowed, and more where prompts queue up."""
     scheduler = Scheduler(paged_cache(4000, BLOCK, 8000), Limits())
-    scheduler.add(ScheduledRequest("decode", [1], 100), 0.0)
+    scheduler.add(GenerateRequest("decode", [1], 100), 0.0)
     works, now = {}, 0.0
     for step in range(6):
         if step == 1:
-            scheduler.add(ScheduledRequest("long", [2] * 3000, 1), now)
+            scheduler.add(GenerateRequest("long", [2] * 3000, 1), now)
         if step == 4:
-            scheduler.add(ScheduledRequest("other", [3] * 3000, 1), now)
+            scheduler.add(GenerateRequest("other", [3] * 3000, 1), now)
         scheduler.costs.observe(1, 0, 0, 0.01)
         scheduler.costs.observe(0, 100, 0, 0.1)
         works[step] = {work.id: len(work.tokens) for work in scheduler.plan(now)}
