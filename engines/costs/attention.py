@@ -9,7 +9,7 @@ B  sequences      S  tokens of each      T  tokens in the cache      H, G, D  he
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, OFFSETS, STARTS
 from engines.compile import CACHE_TYPES
-from engines.costs import timing
-from engines.costs.timing import Seconds
+from engines.costs.timing import CasesByTokens, TimedCase
 from engines.passes.base import INTERNAL, Lowering, constant, sizes
 from engines.passes.graph.linears import OP
 from engines.target import Target
@@ -47,78 +46,56 @@ class Step:
         return cls(tokens, 1, context) if tokens <= slots else cls(1, tokens, max(context, tokens))
 
 
-def costs(
-    target: Target[Any],
-    graph: PortableGraph,
-    dtypes: Sequence[str],
-    tokens: Sequence[int],
-    *,
-    slots: int,
-    context: int,
-    streamed: int,
-    threads: int = 0,
-    only_kept: bool = False,
-) -> Seconds:
-    """Seconds of one layer's attention by dtype of its KV cache, from the cache of times where this machine has them.
+@dataclass(frozen=True)
+class TimedAttention:
+    """One layer's attention; alternatives are dtypes of its KV cache. ``slots``, ``context``: see :meth:`Step.of`."""
 
-    ``slots``, ``context``: see :meth:`Step.of`. ``streamed``: bytes of KV caches that a sample reads. ``only_kept``:
-    times that are not in the cache are left out.
-    """
+    graph: PortableGraph
+    names: Sequence[str]  # of dtypes
+    slots: int
+    context: int
 
-    def described(count: int) -> dict[str, Any]:
-        step = Step.of(count, slots, context)
+    def described(self, tokens: int) -> Mapping[str, Any]:
+        graph, step = self.graph, Step.of(tokens, self.slots, self.context)
         return {
-            "streamed": streamed,
             "attention": [graph.heads, graph.kv_heads, graph.head_size, graph.rotary],
             "step": [step.sequences, step.tokens, step.context],
-            "dtypes": list(dtypes),
+            "dtypes": list(self.names),
         }
 
-    def measured(counts: Collection[int]) -> Seconds:
-        seconds: Seconds = {dtype: {} for dtype in dtypes}
-        for count in counts:
-            step = Step.of(count, slots, context)
-            runs = {dtype: _Attention(target, graph, dtype, step, streamed, threads).sample for dtype in dtypes}
-            for dtype, least in timing.fastest(runs).items():
-                seconds[dtype][count] = least
-        return seconds
+    def cases(self, target: Target[Any], tokens: Collection[int]) -> CasesByTokens:
+        for count in tokens:
+            step = Step.of(count, self.slots, self.context)
+            yield [count], {dtype: self._case(target, dtype, step) for dtype in self.names}
 
-    return timing.kept(dtypes, tokens, described, measured, target=target, threads=threads, only_kept=only_kept)
-
-
-class _Attention:
-    """Copies of one layer's attention, which share their input and their output but no cache."""
-
-    def __init__(
-        self, target: Target[Any], graph: PortableGraph, dtype: str, step: Step, streamed: int, threads: int
-    ) -> None:
-        element = CACHE_TYPES[dtype].numpy()
+    def _case(self, target: Target[Any], dtype: str, step: Step) -> TimedCase:
+        graph, element = self.graph, CACHE_TYPES[dtype].numpy()
         columns = graph.head_size // 2 if dtype == "int4" else graph.head_size
-        cache_bytes = 2 * step.sequences * graph.kv_heads * step.context * columns * element.itemsize
-        self.copies = min(max(1, MOST_COPIES // step.tokens), -(-streamed // cache_bytes))
-        model = attention_model(target, graph, dtype, self.copies, step.context)
         blocks = -(-step.context // BLOCK_TOKENS)
-        shape = (step.sequences * blocks, graph.kv_heads, BLOCK_TOKENS, columns)
-        rng = np.random.default_rng(0)
-        width = (graph.heads + 2 * graph.kv_heads) * graph.head_size
-        arrays: dict[str, NDArray[Any]] = {
-            "qkv": rng.standard_normal((step.sequences, step.tokens, width)).astype(np.float32),
-            OFFSETS: np.arange(step.sequences + 1, dtype=np.int32) * step.tokens,
-            STARTS: np.full(step.sequences, step.context - step.tokens, np.int32),
-            BLOCK_TABLE: np.arange(step.sequences * blocks, dtype=np.int32).reshape(-1, blocks),
-        }
-        output = np.empty((step.sequences, step.tokens, graph.heads * graph.head_size), np.float32)
-        for copy in range(self.copies):
-            for part in ("key", "value"):
-                # Written, not only allocated: unwritten pages of zeros are one page of memory.
-                arrays[f"past_key_values.{copy}.{part}"] = rng.integers(0, 8, shape).astype(element)
-            arrays[f"y{copy}"] = output
-        self._timer = target.timer(model, threads)
-        self._timer.bind(arrays)
 
-    def sample(self) -> float:
-        """Seconds of one layer, over one run of all copies."""
-        return self._timer.seconds() / self.copies
+        def model(copies: int) -> ir.Model:
+            return attention_model(target, graph, dtype, copies, step.context)
+
+        def arrays(copies: int, tokens: int) -> dict[str, NDArray[Any]]:
+            rng = np.random.default_rng(0)
+            width = (graph.heads + 2 * graph.kv_heads) * graph.head_size
+            found: dict[str, NDArray[Any]] = {
+                "qkv": rng.standard_normal((step.sequences, step.tokens, width)).astype(np.float32),
+                OFFSETS: np.arange(step.sequences + 1, dtype=np.int32) * step.tokens,
+                STARTS: np.full(step.sequences, step.context - step.tokens, np.int32),
+                BLOCK_TABLE: np.arange(step.sequences * blocks, dtype=np.int32).reshape(-1, blocks),
+            }
+            output = np.empty((step.sequences, step.tokens, graph.heads * graph.head_size), np.float32)
+            shape = (step.sequences * blocks, graph.kv_heads, BLOCK_TOKENS, columns)
+            for copy in range(copies):
+                for part in ("key", "value"):
+                    # Written, not only allocated: unwritten pages of zeros are one page of memory.
+                    found[f"past_key_values.{copy}.{part}"] = rng.integers(0, 8, shape).astype(element)
+                found[f"y{copy}"] = output
+            return found
+
+        cache_bytes = 2 * step.sequences * graph.kv_heads * step.context * columns * element.itemsize
+        return TimedCase(cache_bytes, model, arrays, max(1, MOST_COPIES // step.tokens))
 
 
 def attention_model(target: Target[Any], graph: PortableGraph, dtype: str, copies: int, context: int) -> ir.Model:

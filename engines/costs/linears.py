@@ -8,7 +8,7 @@ M  tokens of a step      K  input channels      N  output channels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,8 +18,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.compile import step_bytes
-from engines.costs import timing
-from engines.costs.timing import Seconds
+from engines.costs.timing import CasesByTokens, TimedCase
 from engines.passes.base import INTERNAL, Lowering
 from engines.passes.graph.linears import OP
 from engines.target import Target
@@ -39,72 +38,40 @@ class LinearShape:
     outputs: int  # N
 
 
-def costs(
-    target: Target[Any],
-    shape: LinearShape,
-    schemes: Sequence[Scheme],
-    tokens: Sequence[int],
-    store: Store,
-    *,
-    streamed: int,
-    threads: int = 0,
-    only_kept: bool = False,
-) -> Seconds:
-    """Seconds of one linear ``[M, K] x [K, N]``, from the cache where this machine has them.
+@dataclass(frozen=True)
+class TimedLinear:
+    """One linear ``[M, K] x [K, N]``, whose alternatives are schemes."""
 
-    ``streamed``: bytes of weights that a sample reads. ``only_kept``: times that are not in the cache are left out.
-    """
+    shape: LinearShape
+    schemes: Sequence[Scheme]
+    store: Store
 
-    def described(count: int) -> dict[str, Any]:
+    @property
+    def names(self) -> Sequence[str]:
+        return [scheme.name for scheme in self.schemes]
+
+    def described(self, tokens: int) -> Mapping[str, Any]:
         return {
-            "streamed": streamed,
-            "shape": [shape.columns, shape.outputs],
-            "tokens": count,
+            "shape": [self.shape.columns, self.shape.outputs],
+            "tokens": tokens,
             # Times compare within one measurement, so all its schemes are part of the key.
-            "schemes": [scheme.model_dump(mode="json") for scheme in schemes],
+            "schemes": [scheme.model_dump(mode="json") for scheme in self.schemes],
         }
 
-    def measured(counts: Collection[int]) -> Seconds:
-        return measure(target, shape, schemes, counts, store, threads=threads, streamed=streamed)
+    def cases(self, target: Target[Any], tokens: Collection[int]) -> CasesByTokens:
+        """The same at every number of tokens."""
+        shape, cases = self.shape, dict[str, TimedCase]()
+        weight = np.random.default_rng(0).standard_normal((shape.outputs, shape.columns)).astype(np.float32)
+        for scheme in self.schemes:
+            stored = self.store(scheme, weight)
+            model = partial(linear_model, target, stored, shape)
+            cases[scheme.name] = TimedCase(_model_bytes(target, stored, shape), model, self._arrays)
+        yield tokens, cases
 
-    names = [scheme.name for scheme in schemes]
-    return timing.kept(names, tokens, described, measured, target=target, threads=threads, only_kept=only_kept)
-
-
-def measure(
-    target: Target[Any],
-    shape: LinearShape,
-    schemes: Sequence[Scheme],
-    tokens: Collection[int],
-    store: Store,
-    *,
-    threads: int,
-    streamed: int,
-) -> Seconds:
-    """Time every scheme at every number of tokens. ``streamed``: bytes of weights that a sample reads."""
-    weight = np.random.default_rng(0).standard_normal((shape.outputs, shape.columns)).astype(np.float32)
-    runs = {scheme.name: _Linears(target, store(scheme, weight), shape, streamed, threads) for scheme in schemes}
-    seconds: Seconds = {name: {} for name in runs}
-    for count in tokens:
-        for name, least in timing.fastest({name: partial(run.sample, count) for name, run in runs.items()}).items():
-            seconds[name][count] = least
-    return seconds
-
-
-class _Linears:
-    """Copies of one linear, which share their input and their output but no weights."""
-
-    def __init__(self, target: Target[Any], stored: Any, shape: LinearShape, streamed: int, threads: int) -> None:
-        self.shape = shape
-        self.copies = -(-streamed // _model_bytes(target, stored, shape))
-        self.timer = target.timer(linear_model(target, stored, shape, self.copies), threads)
-
-    def sample(self, tokens: int) -> float:
-        """Seconds of one linear, over one run of all copies."""
+    def _arrays(self, copies: int, tokens: int) -> dict[str, FloatArray]:
         x = np.random.default_rng(0).standard_normal((tokens, self.shape.columns)).astype(np.float32)
         y = np.empty((tokens, self.shape.outputs), np.float32)
-        self.timer.bind({"x": x} | {f"y{copy}": y for copy in range(self.copies)})
-        return self.timer.seconds() / self.copies
+        return {"x": x} | {f"y{copy}": y for copy in range(copies)}
 
 
 def linear_bytes(target: Target[Any], shape: LinearShape, scheme: Scheme, store: Store) -> int:

@@ -1,4 +1,4 @@
-"""How alternatives are timed on this machine: in turn with each other; times are kept by the target's fingerprint.
+"""How operators are timed: alternatives in turn with each other; times are kept by the target's fingerprint.
 
 A time is that of the fastest sample, since other work on the machine only adds. A sample runs copies that have data of
 their own. Together they are several times the last-level cache, so data comes from memory as it does in a model; the
@@ -10,14 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.target import Target
 from tapeout.artifact import canonical_json
 from tapeout.cache import cache_folder
 from tapeout.cores import physical_cores
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from numpy.typing import NDArray
 
 ROUNDS = 7  # samples of each alternative, taken in turn
 STREAMED_CACHES = 4  # most data of one sample, in sizes of the last-level cache
@@ -27,53 +32,102 @@ METHOD = 3  # counted up when times taken before do not compare with those taken
 Seconds = dict[str, dict[int, float]]  # alternative -> tokens of a step -> seconds
 
 
-def kept(
-    names: Iterable[str],
-    tokens: Sequence[int],
-    described: Callable[[int], Mapping[str, Any]],
-    measure: Callable[[Collection[int]], Seconds],
-    *,
-    target: Target[Any],
-    threads: int,
-    only_kept: bool,
-) -> Seconds:
-    """Times of ``names`` at ``tokens``, from the cache where this machine has them; ``measure`` takes the others.
+@dataclass(frozen=True)
+class TimedCase:
+    """One alternative: copies of an operator that have data of their own, and share their input and their output."""
 
-    ``described``: what is measured at a number of tokens: all that times depend on, but target, machine, threads and
-    method.
-    ``only_kept``: times that are not in the cache are left out, not measured.
-    """
-    threads = threads or physical_cores()
-    paths = {count: _folder() / f"{_key(described(count), target, threads)}.json" for count in tokens}
-    missing = [count for count, path in paths.items() if not path.is_file()]
-    if missing and not only_kept:
-        measured = measure(missing)
-        _folder().mkdir(parents=True, exist_ok=True)
-        for count in missing:
-            _keep(paths[count], {name: by_tokens[count] for name, by_tokens in measured.items()})
-    found: Seconds = {name: {} for name in names}
-    for count, path in paths.items():
-        if only_kept and not path.is_file():
-            continue
-        for name, seconds in json.loads(path.read_text()).items():
-            found[name][count] = float(seconds)
-    return found
+    copy_bytes: int  # of the data of one copy
+    model: Callable[[int], ir.Model]  # of so many copies, lowered by the target
+    arrays: Callable[[int, int], Mapping[str, NDArray[Any]]]  # inputs and outputs, by copies and tokens of a step
+    most_copies: int | None = None
+
+
+# Cases by name of the alternative, together with the numbers of tokens that their models are for.
+CasesByTokens = Iterator[tuple[Collection[int], Mapping[str, TimedCase]]]
+
+
+class TimedOperator(Protocol):
+    """A kind of layer, as it is timed."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the alternatives, which are timed in turn with each other."""
+        ...
+
+    def described(self, tokens: int) -> Mapping[str, Any]:
+        """All that times at a number of tokens depend on, but for what :class:`OperatorTimer` adds."""
+        ...
+
+    def cases(self, target: Target[Any], tokens: Collection[int]) -> CasesByTokens: ...
+
+
+@dataclass(frozen=True)
+class OperatorTimer:
+    """``streamed``: bytes of data that a sample reads. ``only_kept``: times that are not kept yet are left out."""
+
+    target: Target[Any]
+    streamed: int
+    threads: int = 0  # 0: every physical core
+    only_kept: bool = False
+
+    def costs(self, operator: TimedOperator, tokens: Sequence[int]) -> Seconds:
+        """Seconds of one operator, from the cache where this machine has them; the others are measured, and kept."""
+        paths = {count: _folder() / f"{self._key(operator.described(count))}.json" for count in tokens}
+        missing = [count for count, path in paths.items() if not path.is_file()]
+        if missing and not self.only_kept:
+            measured = self.measure(operator, missing)
+            _folder().mkdir(parents=True, exist_ok=True)
+            for count in missing:
+                _keep(paths[count], {name: by_tokens[count] for name, by_tokens in measured.items()})
+        found: Seconds = {name: {} for name in operator.names}
+        for count, path in paths.items():
+            if self.only_kept and not path.is_file():
+                continue
+            for name, seconds in json.loads(path.read_text()).items():
+                found[name][count] = float(seconds)
+        return found
+
+    def measure(self, operator: TimedOperator, tokens: Collection[int]) -> Seconds:
+        """Seconds of one operator, without a look at the times that are kept."""
+        seconds: Seconds = {name: {} for name in operator.names}
+        for counts, cases in operator.cases(self.target, tokens):
+            copies = {name: _Copies(case, self) for name, case in cases.items()}
+            for count in counts:
+                for each in copies.values():
+                    each.bind(count)
+                for name, least in fastest({name: each.sample for name, each in copies.items()}).items():
+                    seconds[name][count] = least
+        return seconds
+
+    def _key(self, described: Mapping[str, Any]) -> str:
+        content = {
+            **described,
+            "streamed": self.streamed,
+            "method": METHOD,
+            "target": self.target.name,
+            "fingerprint": self.target.fingerprint().model_dump(mode="json"),
+            "kernels": self.target.kernels_version(),
+            "threads": self.threads or physical_cores(),
+        }
+        return hashlib.sha256(canonical_json(content)).hexdigest()
+
+
+class _Copies:
+    def __init__(self, case: TimedCase, timer: OperatorTimer) -> None:
+        self._case, wanted = case, -(-timer.streamed // case.copy_bytes)
+        self._copies = min(wanted, case.most_copies or wanted)
+        self._timer = timer.target.timer(case.model(self._copies), timer.threads)
+
+    def bind(self, tokens: int) -> None:
+        self._timer.bind(self._case.arrays(self._copies, tokens))
+
+    def sample(self) -> float:
+        """Seconds of one copy, over one run of all copies."""
+        return self._timer.seconds() / self._copies
 
 
 def _folder() -> Path:
     return cache_folder() / "costs"
-
-
-def _key(described: Mapping[str, Any], target: Target[Any], threads: int) -> str:
-    content = {
-        **described,
-        "method": METHOD,
-        "target": target.name,
-        "fingerprint": target.fingerprint().model_dump(mode="json"),
-        "kernels": target.kernels_version(),
-        "threads": threads,
-    }
-    return hashlib.sha256(canonical_json(content)).hexdigest()
 
 
 def _keep(path: Path, seconds: Mapping[str, float]) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engines.costs import attention as attention_costs
-from engines.costs import linears as linear_costs
-from engines.costs.linears import LinearShape
-from engines.costs.timing import Seconds, streamed_bytes
+from engines.costs.attention import TimedAttention
+from engines.costs.linears import LinearShape, TimedLinear, linear_bytes
+from engines.costs.timing import OperatorTimer, Seconds, streamed_bytes
 from engines.load import find_target, known_targets
 from engines.target import Target
 from quantization.cost_table import CostTable, schemes_by_shape, workload_of
@@ -54,33 +53,17 @@ def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> Co
     compared = recipe.plan if measure else recipe.plan.model_copy(update=CHOSEN)
     together, context = schemes_by_shape(graph, compared), min(recipe.plan.context, graph.max_positions)
     streamed = streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
+    timer = OperatorTimer(target, streamed, threads, only_kept=not measure)
     dtypes = [cache.dtype for cache in caches(compared.kv_cache, graph.head_size)]
     # First, so that heads which the target has no attention for are refused before linears are timed.
-    attention = attention_costs.costs(
-        target,
-        graph,
-        dtypes,
-        sorted(workload_of(recipe.plan)),
-        slots=recipe.build.slots,
-        context=context,
-        streamed=streamed,
-        threads=threads,
-        only_kept=not measure,
-    )
+    attended = TimedAttention(graph, dtypes, recipe.build.slots, context)
+    attention = timer.costs(attended, sorted(workload_of(recipe.plan)))
     shapes = ProgressBar(wanted.items(), title="timing linears", unit="shape", hidden=not measure)
     for (columns, outputs), schemes in shapes:
         shape = LinearShape(columns, outputs)
-        sizes[columns, outputs] = {s.name: linear_costs.linear_bytes(target, shape, s, stored_by_rtn) for s in schemes}
-        seconds[columns, outputs] = linear_costs.costs(
-            target,
-            shape,
-            together[columns, outputs],
-            tokens,
-            stored_by_rtn,
-            streamed=streamed,
-            threads=threads,
-            only_kept=not measure,
-        )
+        sizes[columns, outputs] = {s.name: linear_bytes(target, shape, s, stored_by_rtn) for s in schemes}
+        linear = TimedLinear(shape, together[columns, outputs], stored_by_rtn)
+        seconds[columns, outputs] = timer.costs(linear, tokens)
     return CostTable(target.name, threads, recipe.build.slots, context, sizes, seconds, attention)
 
 

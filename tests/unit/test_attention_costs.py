@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engines.costs import attention as attention_costs
 from engines.costs import timing
-from engines.costs.attention import Step, attention_model
+from engines.costs.attention import Step, TimedAttention, attention_model
+from engines.costs.timing import OperatorTimer
 from engines.load import find_target
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
@@ -115,17 +115,8 @@ def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: 
     def seconds(
         tokens: list[int], *, slots: int = 4, context: int = CONTEXT, only_kept: bool = False
     ) -> timing.Seconds:
-        return attention_costs.costs(
-            TARGET,
-            graph(),
-            KEPT,
-            tokens,
-            slots=slots,
-            context=context,
-            streamed=1 << 14,
-            threads=1,
-            only_kept=only_kept,
-        )
+        timer = OperatorTimer(TARGET, 1 << 14, threads=1, only_kept=only_kept)
+        return timer.costs(TimedAttention(graph(), KEPT, slots, context), tokens)
 
     assert seconds([1, 20], only_kept=True) == {dtype: {} for dtype in KEPT}
     found = seconds([1, 20])
@@ -141,9 +132,7 @@ def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: 
 def test_heads_that_no_kernel_takes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_cache(monkeypatch, tmp_path / "cache")
     with pytest.raises(BuildError, match="no attention for layer 0: heads of 24 channels"):
-        attention_costs.costs(
-            TARGET, graph(head_size=24), KEPT, [1, 20], slots=4, context=CONTEXT, streamed=1 << 14, threads=1
-        )
+        OperatorTimer(TARGET, 1 << 14).costs(TimedAttention(graph(head_size=24), KEPT, 4, CONTEXT), [1, 20])
 
 
 @given(tokens=st.integers(1, 64), slots=st.integers(1, 64), context=st.integers(1, 64))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines.costs import linears as linear_costs
 from engines.costs import timing
-from engines.costs.linears import LinearShape
-from engines.costs.timing import Seconds
+from engines.costs.linears import LinearShape, TimedLinear, linear_bytes, linear_model
+from engines.costs.timing import OperatorTimer, Seconds, TimedOperator
 from engines.load import find_target
 from tapeout.fingerprint import Fingerprint
 from tapeout.quantized import round_to_nearest
@@ -35,7 +34,7 @@ def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_w
     weight = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     operators: dict[str, set[str]] = {}
     for scheme in CANDIDATE_SCHEMES:
-        model = linear_costs.linear_model(TARGET, stored(scheme, weight), LinearShape(256, 8), 3)
+        model = linear_model(TARGET, stored(scheme, weight), LinearShape(256, 8), 3)
         assert [value.name for value in model.graph.outputs] == ["y0", "y1", "y2"]
         operators[scheme.name] = {node.op_type for node in model.graph}
     assert len(operators) == len(CANDIDATE_SCHEMES)
@@ -48,48 +47,47 @@ def test_every_kernel_of_the_menu_has_a_name_of_its_own_and_is_what_the_passes_w
 
 def test_every_scheme_is_timed_at_every_number_of_tokens() -> None:
     schemes = (FLOAT, FOUR_BITS, STATIC_INT8)
-    found = linear_costs.measure(TARGET, LinearShape(64, 32), schemes, (1, 3), stored, threads=1, streamed=1 << 16)
+    found = OperatorTimer(TARGET, 1 << 16, threads=1).measure(TimedLinear(LinearShape(64, 32), schemes, stored), (1, 3))
     assert list(found) == ["fp32", "4-bit g32", "static int8"]
     assert all(list(by_tokens) == [1, 3] and min(by_tokens.values()) > 0 for by_tokens in found.values())
 
 
 def test_weights_of_a_sample_are_different_and_as_many_as_are_to_be_streamed() -> None:
     weight = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
-    model = linear_costs.linear_model(TARGET, stored(EIGHT_BITS, weight), LinearShape(64, 32), 4)
+    model = linear_model(TARGET, stored(EIGHT_BITS, weight), LinearShape(64, 32), 4)
     codes = [value.const_value.numpy().tobytes() for name, value in model.graph.initializers.items() if "codes" in name]  # type: ignore[union-attr]
     assert len(codes) == len(set(codes)) == 4
 
 
 def test_bytes_are_those_of_codes_and_scales(operators_of: str) -> None:
     scales = 2 * {"native": 2, "stock": 4}[operators_of]  # native ones stay float16
-    assert linear_costs.linear_bytes(TARGET, LinearShape(64, 32), EIGHT_BITS, stored) == 32 * (64 + scales)
-    assert linear_costs.linear_bytes(TARGET, LinearShape(64, 32), FOUR_BITS, stored) == 32 * (32 + scales)
-    assert linear_costs.linear_bytes(TARGET, LinearShape(64, 8), FLOAT, stored) == 8 * 64 * 4
+    assert linear_bytes(TARGET, LinearShape(64, 32), EIGHT_BITS, stored) == 32 * (64 + scales)
+    assert linear_bytes(TARGET, LinearShape(64, 32), FOUR_BITS, stored) == 32 * (32 + scales)
+    assert linear_bytes(TARGET, LinearShape(64, 8), FLOAT, stored) == 8 * 64 * 4
 
 
 def test_six_bits_are_three_quarters_of_eight_where_native_kernels_read_them(operators_of: str) -> None:
     six = Scheme(bits=6, group_size=32, symmetric=True)
     expected = {
         "native": 32 * (48 + 2 * 2),
-        "stock": linear_costs.linear_bytes(TARGET, LinearShape(64, 32), EIGHT_BITS, stored),
+        "stock": linear_bytes(TARGET, LinearShape(64, 32), EIGHT_BITS, stored),
     }
-    assert linear_costs.linear_bytes(TARGET, LinearShape(64, 32), six, stored) == expected[operators_of]
+    assert linear_bytes(TARGET, LinearShape(64, 32), six, stored) == expected[operators_of]
 
 
 def test_a_machine_measures_once_and_another_one_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, tuple[int, ...]]] = []
 
-    def measure(
-        target: Any, shape: LinearShape, schemes: Sequence[Scheme], tokens: Collection[int], store: Any, **_: int
-    ) -> Seconds:
-        asked.append((shape.columns, tuple(tokens)))
-        return {scheme.name: {count: count * 1e-3 for count in tokens} for scheme in schemes}
+    def measure(timer: OperatorTimer, operator: TimedOperator, tokens: Collection[int]) -> Seconds:
+        asked.append((operator.described(1)["shape"][0], tuple(tokens)))
+        return {name: {count: count * 1e-3 for count in tokens} for name in operator.names}
 
-    monkeypatch.setattr(linear_costs, "measure", measure)
+    monkeypatch.setattr(OperatorTimer, "measure", measure)
     own_cache(monkeypatch, tmp_path / "cache")
 
     def ask(columns: int, tokens: tuple[int, ...], schemes: tuple[Scheme, ...] = (FLOAT,)) -> Seconds:
-        return linear_costs.costs(TARGET, LinearShape(columns, 8), schemes, tokens, stored, streamed=1 << 16, threads=1)
+        linear = TimedLinear(LinearShape(columns, 8), schemes, stored)
+        return OperatorTimer(TARGET, 1 << 16, threads=1).costs(linear, tokens)
 
     assert ask(16, (1, 4)) == ask(16, (1, 4)) == {"fp32": {1: 1e-3, 4: 4e-3}}
     assert ask(16, (1, 8)) == {"fp32": {1: 1e-3, 8: 8e-3}}
