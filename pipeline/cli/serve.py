@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ from evals.check import Outcome
 from evals.kinds.speed import Benchmark
 from evals.verdict import Verdict
 from pipeline.cli.serve_limits import limits_within, require_covered
+from pipeline.cli.serve_options import EngineOptions, ServeOptions
 from pipeline.registry import serving
 from pipeline.registry.access import VersionReference
 from pipeline.registry.levels import covered, level_to_serve
@@ -34,7 +35,8 @@ from tapeout.fingerprint import judged_level
 from tapeout.signing import require_signed_pass
 
 if TYPE_CHECKING:
-    from pipeline.cli.shadow import Mirrored, ShadowOptions
+    from pipeline.cli.shadow import Mirrored
+    from pipeline.recipe import Recipe
     from runtime.gateway.http.service import Service
 
 FULL_LOOK_SECONDS = 30.0  # shortest pause where a look at the registry starts MLflow
@@ -42,42 +44,6 @@ RETRY_SECONDS = 600.0  # longest pause before a version that could not be served
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 log = logging.getLogger("tapeout.server")
-
-
-@dataclass(frozen=True)
-class Options:
-    """See the help of ``tapeout serve``. ``source``: a folder, ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``.
-
-    ``engine``: an address, instead of a ``source`` and of all that concerns the engine.
-    """
-
-    source: str
-    host: str
-    port: int
-    names: tuple[str, ...]
-    threads: int
-    slots: int | None
-    kv_bytes: int | None
-    max_waiting: int
-    max_running: int | None
-    draft_tokens: int | None
-    queue_seconds: float | None
-    request_seconds: float | None
-    drain_seconds: float
-    follow_seconds: float
-    required: Requirements
-    engine: str | None = None
-    engine_key: Path | None = None
-    api_keys: tuple[str, ...] = ()
-    keys_file: Path | None = None
-    usage_database: str | None = None
-    usage_journal: Path = Path("usage.journal")
-    traffic_log: Path | None = None
-    traffic_share: float = 0.01
-    traffic_redactors: tuple[str, ...] = ()
-    traces: bool = False
-    cors_origins: tuple[str, ...] = ()
-    shadow: ShadowOptions | None = None
 
 
 class Approved(NamedTuple):
@@ -101,10 +67,18 @@ class _Served(NamedTuple):
     follow: Callable[[Service], Awaitable[None]] | None = None
 
 
-def run(options: Options) -> None:
+def run(options: ServeOptions) -> None:
+    recipe = None
+    if options.engine is None and (options.source is None or options.shadow is not None):
+        from pipeline.recipe import load_recipe
+
+        recipe = load_recipe(options.params)
+    settings = engine_settings(options.opening, options.approval.required.public_key)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
-    found = _elsewhere(options) if options.engine is not None else _here(options)
+    found = (
+        _here(options, settings, recipe) if options.engine is None else _elsewhere(options.engine, options.engine_key)
+    )
     # Imported while the engine's process opens the bundle.
     from fastapi import APIRouter
 
@@ -115,22 +89,22 @@ def run(options: Options) -> None:
     from runtime.gateway.operations.operations import Operations, OperationsSettings
 
     client, mirrored = found.client, found.mirrored
-    names = options.names or (found.name,)
+    names = tuple(options.served_model_name or [found.name])
     traffic = options.traffic_log and TrafficSettings(
-        options.traffic_log, options.traffic_share, options.traffic_redactors
+        options.traffic_log, options.traffic_share, tuple(options.traffic_redactor or ())
     )
     operations = Operations(
         client,
         names[0],
         OperationsSettings(
-            api_keys=options.api_keys,
+            api_keys=tuple(options.api_key or ()),
             keys_file=options.keys_file,
             usage_database=options.usage_database,
             usage_journal=options.usage_journal,
             traffic=traffic,
             read_bandwidth=found.bandwidth,
             traces=options.traces,
-            cors_origins=options.cors_origins,
+            cors_origins=tuple(options.cors_origin or ()),
         ),
     )
 
@@ -162,24 +136,20 @@ def run(options: Options) -> None:
             mirrored.hook.close()
 
 
-def _here(options: Options) -> _Served:
+def _here(options: ServeOptions, settings: EngineSettings, recipe: Recipe | None) -> _Served:
     """An engine of the server's own, whose process is started."""
-    required, public_key = options.required, options.required.public_key
-    reference = VersionReference.parse(options.source) if options.source.startswith("models:") else None
-    folder, approved = approved_bundle(options.source, required)
-    wanted = {"max_running": options.max_running, "max_draft_tokens": options.draft_tokens}
-    limits = replace(
-        limits_within(wanted, approved.facts, options.source, unsafe=required.unsafe), max_waiting=options.max_waiting
-    )
+    required = options.approval.required
+    source = options.source or (f"models:/{recipe.register_.model_name}@champion" if recipe else "")
+    reference = VersionReference.parse(source) if source.startswith("models:") else None
+    folder, approved = approved_bundle(source, required)
+    limits = engine_limits(options.opening, approved, source, unsafe=required.unsafe)
     mirrored = None
-    if options.shadow is not None:
+    if options.shadow is not None and recipe is not None:
         from pipeline.cli.shadow import mirror
 
-        challenger, level = find_challenger(options.shadow.source, required)
-        mirrored = mirror(options.shadow, folder, challenger, public_key, level)
-    engine = EngineSettings(
-        options.threads, options.slots, options.kv_bytes, public_key and str(public_key), approved.level
-    )
+        challenger = find_challenger(options.shadow, required)
+        mirrored = mirror(options, recipe.online, folder, *challenger, required.public_key)
+    engine = replace(settings, level=approved.level)
     client = ProcessClient(str(folder), engine, limits)
     name = folder.resolve().name if reference is None else reference.name
     follow = None
@@ -195,11 +165,22 @@ def _here(options: Options) -> _Served:
     return _Served(client, name, measured_bandwidth(folder), mirrored, follow)
 
 
-def _elsewhere(options: Options) -> _Served:
+def _elsewhere(address: str, key: Path | None) -> _Served:
     """An engine that listens at an address, and was judged by whoever started it."""
-    assert options.engine is not None
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tapeout" / "engines"
-    return _Served(RemoteClient(options.engine, read_key(options.engine_key), cache), "engine")
+    return _Served(RemoteClient(address, read_key(key), cache), "engine")
+
+
+def engine_settings(options: EngineOptions, public_key: Path | None) -> EngineSettings:
+    """:class:`ServeError` for a size that is none."""
+    memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
+    return EngineSettings(options.threads, options.slots, memory, public_key and str(public_key))
+
+
+def engine_limits(options: EngineOptions, approved: Approved, source: str, *, unsafe: bool) -> Limits:
+    """Those that were asked for, or the defaults as far as they were measured: see :func:`limits_within`."""
+    wanted = {"max_running": options.max_running, "max_draft_tokens": options.draft_tokens}
+    return replace(limits_within(wanted, approved.facts, source, unsafe=unsafe), max_waiting=options.max_waiting)
 
 
 def require_elsewhere(given: Sequence[str]) -> None:

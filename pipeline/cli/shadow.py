@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -14,6 +13,7 @@ from engines.bundle import EngineBundle
 from evals.kinds.online import Online, frozen_plan
 from evals.kinds.online.measure import fold
 from evals.kinds.online.sequential import AnytimeTest
+from pipeline.cli.serve_options import ServeOptions
 from runtime.gateway.http.listen import ServeError
 from runtime.gateway.operations.shadow import ShadowMirror
 from runtime.wire.start import EngineSettings
@@ -26,26 +26,15 @@ TOKENIZER = "tokenizer.json"
 log = logging.getLogger("tapeout.server")
 
 
-@dataclass(frozen=True)
-class ShadowOptions:
-    """``source``: a bundle's folder, or ``models:/NAME@challenger``. ``share`` None: the recipe's."""
-
-    source: str
-    online: Online
-    share: float | None
-    log: Path
-    threads: int
-
-
 class Mirrored(Collector):
     """The challenger of a server: its hook, its side of the work, and its metrics. The test goes on where it was."""
 
-    def __init__(self, options: ShadowOptions, plan: ShadowPlan, challenger: Path, settings: EngineSettings) -> None:
+    def __init__(self, folder: Path, plan: ShadowPlan, challenger: Path, settings: EngineSettings) -> None:
         self._challenger, self._settings = challenger, settings
-        written = ObservationLog(options.log, plan)
+        written = ObservationLog(folder, plan)
         self._test = fold(plan, written.made)
         self._failed = sum(observation.failed for observation in written.made)
-        self._shadow = ShadowMirror(written, plan, options.log, observed=self._observe)
+        self._shadow = ShadowMirror(written, plan, folder, observed=self._observe)
 
     @property
     def hook(self) -> ShadowMirror:
@@ -87,7 +76,7 @@ class Mirrored(Collector):
 
 
 def mirror(
-    options: ShadowOptions, champion: Path, challenger: Path, public_key: Path | None, level: str = ""
+    options: ServeOptions, online: Online, champion: Path, challenger: Path, level: str, public_key: Path | None
 ) -> Mirrored:
     """Freeze the plan, or go on with the one that there is. :class:`ServeError` for engines that cannot be compared."""
     bundles = [artifact.load_record(folder, EngineBundle) for folder in (champion, challenger)]
@@ -102,11 +91,11 @@ def mirror(
             expected=f"the same {TOKENIZER} and vocabulary",
             remedy="shadow an engine that was built from the same model",
         )
-    plan = frozen_plan(options.online, first.digest, second.digest, options.share)
+    plan = frozen_plan(online, first.digest, second.digest, options.share)
     if not 0 < plan.share <= 1:
         raise ServeError(f"the share of mirrored calls is {plan.share:g}", expected="more than 0 and at most 1")
-    settings = EngineSettings(options.threads, 1, public_key=public_key and str(public_key), level=level)
-    return Mirrored(options, plan, challenger, settings)
+    settings = EngineSettings(options.shadow_threads, 1, public_key=public_key and str(public_key), level=level)
+    return Mirrored(options.shadow_log, plan, challenger, settings)
 
 
 def _text(bundle: Artifact[EngineBundle]) -> tuple[object, ...]:

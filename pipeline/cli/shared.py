@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -12,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Artifacts = Annotated[Path, typer.Option(help="Folder the pipeline writes its artifacts to.")]
+Threads = Annotated[int, typer.Option(help="Of the engine; 0 means every physical core.")]
 Params = Annotated[Path, typer.Option(help="The recipe (docs/recipes.md explains every parameter).")]
 PrivateKey = Annotated[
     Path | None,
@@ -36,6 +41,37 @@ EngineKey = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script to read.")]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command for typer: where it takes a dataclass, the command line has an option for each field.
+
+    A field may be a dataclass, too. Options keep the order of parameters and fields.
+    """
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        _call(command, given)
+
+    run.__dict__["__signature__"] = Signature(list(_options(command)))
+    return run
+
+
+def _options(taker: Callable[..., Any]) -> Iterator[Parameter]:
+    for parameter in signature(taker, eval_str=True).parameters.values():
+        if is_dataclass(parameter.annotation):
+            yield from _options(cast(type, parameter.annotation))
+        else:
+            yield parameter.replace(kind=Parameter.KEYWORD_ONLY)
+
+
+def _call(taker: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Call a command, or make a dataclass, from options by name."""
+    arguments = dict[str, Any]()
+    for name, parameter in signature(taker, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        arguments[name] = _call(cast(type, kind), given) if is_dataclass(kind) else given[name]
+    return taker(**arguments)
 
 
 def show(record: Any, shown: RenderableType, as_json: bool) -> None:

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import pytest
+import typer
 from typer.main import get_command
 
 from engines.bundle import EngineBundle, IOContract
@@ -26,6 +28,7 @@ from engines.kernels.cpu import LEVELS
 from evals.check import Outcome
 from pipeline.cli.doctor import TENSORRT_PACKAGES, Finding, Status, diagnose, processor
 from pipeline.cli.main import app, main, message
+from pipeline.cli.shared import with_options
 from tapeout.artifact import ArtifactRef, Parents, Record, Roles, create, load, load_header
 from tapeout.errors import ExitCode
 from tapeout.fingerprint import Fingerprint
@@ -111,6 +114,42 @@ def test_the_list_of_commands_is_complete(capsys: Output) -> None:
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(command in printed for command in COMMANDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerOptions:
+    second: Annotated[int, typer.Option(min=1)] = 2
+    third: list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterOptions:
+    first: Annotated[str, typer.Argument()]
+    inner: InnerOptions
+    fourth: Annotated[bool, typer.Option("--fourth")] = False
+
+
+def test_fields_of_dataclasses_become_options_in_their_order_and_come_back() -> None:
+    given: list[tuple[OuterOptions, int]] = []
+    words = typer.Typer()
+
+    @words.command()
+    @with_options
+    def command(outer: OuterOptions, fifth: int = 5) -> None:  # pyright: ignore[reportUnusedFunction]
+        """Says nothing."""
+        given.append((outer, fifth))
+
+    made = get_command(words)
+    assert [option.name for option in made.params][:5] == ["first", "second", "third", "fourth", "fifth"]
+    assert made.help == "Says nothing."
+    made(["a"], standalone_mode=False)
+    made(["b", "--second", "3", "--third", "x", "--third", "y", "--fourth", "--fifth", "6"], standalone_mode=False)
+    assert given == [
+        (OuterOptions(first="a", inner=InnerOptions()), 5),
+        (OuterOptions(first="b", inner=InnerOptions(second=3, third=["x", "y"]), fourth=True), 6),
+    ]
+    with pytest.raises(Exception, match="greater than or equal to 1"):
+        made(["a", "--second", "0"], standalone_mode=False)
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.shared import Artifacts, Json, Params, PrivateKey, PublicKey, show
+from pipeline.cli.shared import Artifacts, Json, Params, PrivateKey, PublicKey, Threads, show
 from tapeout.errors import ExitCode
 
 commands = typer.Typer()
@@ -212,7 +212,7 @@ def verify(
         str,
         typer.Option(help="A level of native kernels that the bundle carries; by default the best of this machine."),
     ] = "",
-    threads: Annotated[int, typer.Option(help="Of the engine; 0 means every physical core.")] = 0,
+    threads: Threads = 0,
     key: PrivateKey = None,
     public_key: PublicKey = None,
     as_json: Json = False,

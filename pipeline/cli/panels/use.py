@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.cli.shared import EngineKey, Json, JudgeBy, Params, PublicKey, show
+from pipeline.cli.serve_options import ApprovalOptions, EngineOptions, ServeOptions
+from pipeline.cli.shared import EngineKey, Json, JudgeBy, PublicKey, show, with_options
 
 commands = typer.Typer()
 on_panel = partial(commands.command, rich_help_panel="Use an engine")
-Threads = Annotated[int, typer.Option(help="Of the engine; 0 means every physical core.")]
-Slots = Annotated[int | None, typer.Option(help="KV memory for so many sequences of full length; by default as built.")]
-KVBytes = Annotated[str | None, typer.Option(help="Instead of --slots: most memory of the KV cache: 2GiB.")]
-MaxWaiting = Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")]
-MaxRunning = Annotated[
-    int | None, typer.Option(min=1, help="Requests that run at once; by default 64, or as many as were measured.")
-]
-DraftTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Most tokens that prompt lookup guesses for a request in a step; 0 switches it off. By default 8, or "
-        "as many as were measured.",
-    ),
-]
-Unsafe = Annotated[bool, typer.Option("--unsafe", help="Serve a bundle that has no PASS verdict.")]
 # Of `tapeout serve`: what is said to the engine's own command where the engine runs elsewhere.
 OF_THE_ENGINE = (
-    *("source", "threads", "slots", "kv_bytes", "max_waiting", "max_running", "draft_tokens", "follow_seconds"),
-    *("unsafe", "public_key", "judge_by", "shadow"),
+    *(
+        "source",
+        *signature(EngineOptions).parameters,
+        "follow_seconds",
+        *signature(ApprovalOptions).parameters,
+        "shadow",
+    ),
 )
 
 
@@ -77,180 +68,39 @@ def generate(
 
 
 @on_panel()
-def serve(
-    context: typer.Context,
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            help="A bundle's folder, models:/NAME@ALIAS, which is followed, or models:/NAME/VERSION; by default the "
-            "champion of the recipe's model."
-        ),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="What requests call the model; may be given more than once. Responses have the first."),
-    ] = None,
-    threads: Threads = 0,
-    slots: Slots = None,
-    kv_bytes: KVBytes = None,
-    max_waiting: MaxWaiting = 1024,
-    max_running: MaxRunning = None,
-    draft_tokens: DraftTokens = None,
-    queue_seconds: Annotated[
-        float | None, typer.Option(help="A request that waits longer is ended with 408; without, it waits.")
-    ] = None,
-    request_seconds: Annotated[
-        float | None, typer.Option(help="A request that takes longer, queue included, is ended with 408.")
-    ] = None,
-    drain_seconds: Annotated[float, typer.Option(help="Time that running requests have after SIGTERM.")] = 30.0,
-    follow_seconds: Annotated[
-        float, typer.Option(help="How often to look for a new champion, which is swapped in; 0 never looks.")
-    ] = 5.0,
-    unsafe: Unsafe = False,
-    public_key: PublicKey = None,
-    judge_by: JudgeBy = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="Clients must send it; may be given more than once. Or TAPEOUT_API_KEYS.")
-    ] = None,
-    keys_file: Annotated[
-        Path | None, typer.Option(help="YAML file of keys and their limits: `tapeout keys new`.")
-    ] = None,
-    usage_database: Annotated[
-        str | None, typer.Option(help="SQLAlchemy URL for usage records, such as sqlite:///usage.db; without, none.")
-    ] = None,
-    usage_journal: Annotated[
-        Path, typer.Option(help="Folder of the journal that makes usage records exact; one for each server.")
-    ] = Path("usage.journal"),
-    traffic_log: Annotated[
-        Path | None, typer.Option(help="Folder for a redacted sample of prompts and responses; without, none.")
-    ] = None,
-    traffic_share: Annotated[float, typer.Option(help="Share of the requests in the traffic log, 0 to 1.")] = 0.01,
-    traffic_redactor: Annotated[
-        list[str] | None, typer.Option(help="package.module:function that also redacts; may be given more than once.")
-    ] = None,
-    traces: Annotated[
-        bool, typer.Option("--traces", help="Send OpenTelemetry spans by OTLP (OTEL_EXPORTER_OTLP_ENDPOINT).")
-    ] = False,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Web pages of this origin may call the server; may be given more than once, * is every page."
-        ),
-    ] = None,
-    shadow: Annotated[
-        str | None,
-        typer.Option(help="A bundle's folder, or models:/NAME@challenger: mirror calls to it (docs/online.md)."),
-    ] = None,
-    share: Annotated[
-        float | None, typer.Option(help="Share of the calls that are mirrored; by default the recipe's online.share.")
-    ] = None,
-    shadow_log: Annotated[Path, typer.Option(help="Folder of the observations; one for each pair of engines.")] = Path(
-        "shadow"
-    ),
-    shadow_threads: Annotated[int, typer.Option(help="Of the challenger.")] = 1,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            help="Serve an engine that runs elsewhere: tcp:HOST:PORT or unix:PATH of `tapeout engine`.",
-            metavar="ADDRESS",
-        ),
-    ] = None,
-    engine_key: EngineKey = None,
-    params: Params = Path("params.yaml"),
-) -> None:
+@with_options
+def serve(context: typer.Context, options: ServeOptions) -> None:
     """Serve an engine over the OpenAI API (docs/serving.md). A bundle without a PASS for this hardware is refused.
 
     Example: `tapeout serve artifacts/candidate --port 8000`
     """
     from pipeline.cli import serve as command
-    from pipeline.registry.pull import Requirements
 
-    mirrored = None
-    if engine is not None:
+    if options.engine is not None:
         command.require_elsewhere([name for name in OF_THE_ENGINE if _is_given(context, name)])
-    elif source is None or shadow is not None:
-        from pipeline.recipe import load_recipe
-
-        recipe = load_recipe(params)
-        source = source or f"models:/{recipe.register_.model_name}@champion"
-        if shadow is not None:
-            from pipeline.cli.shadow import ShadowOptions
-
-            mirrored = ShadowOptions(shadow, recipe.online, share, shadow_log, shadow_threads)
-    command.run(
-        command.Options(
-            source=source or "",
-            host=host,
-            port=port,
-            names=tuple(served_model_name or ()),
-            threads=threads,
-            slots=slots,
-            kv_bytes=None if kv_bytes is None else command.parse_bytes(kv_bytes),
-            max_waiting=max_waiting,
-            max_running=max_running,
-            draft_tokens=draft_tokens,
-            queue_seconds=queue_seconds,
-            request_seconds=request_seconds,
-            drain_seconds=drain_seconds,
-            follow_seconds=follow_seconds,
-            required=Requirements(unsafe=True) if unsafe else Requirements(public_key, judge_by),
-            api_keys=tuple(api_key or ()),
-            keys_file=keys_file,
-            usage_database=usage_database,
-            usage_journal=usage_journal,
-            traffic_log=traffic_log,
-            traffic_share=traffic_share,
-            traffic_redactors=tuple(traffic_redactor or ()),
-            traces=traces,
-            cors_origins=tuple(cors_origin or ()),
-            shadow=mirrored,
-            engine=engine,
-            engine_key=engine_key,
-        )
-    )
+    command.run(options)
 
 
 @on_panel()
+@with_options
 def engine(
+    *,
     source: Annotated[
         str,
         typer.Argument(help="A bundle's folder, models:/NAME@ALIAS or models:/NAME/VERSION, which is not followed."),
     ],
     listen: Annotated[str, typer.Option(help="Where servers connect: tcp:HOST:PORT or unix:PATH.", metavar="ADDRESS")],
     key_file: EngineKey = None,
-    threads: Threads = 0,
-    slots: Slots = None,
-    kv_bytes: KVBytes = None,
-    max_waiting: MaxWaiting = 1024,
-    max_running: MaxRunning = None,
-    draft_tokens: DraftTokens = None,
-    unsafe: Unsafe = False,
-    public_key: PublicKey = None,
-    judge_by: JudgeBy = None,
+    opening: EngineOptions,
+    approval: ApprovalOptions,
 ) -> None:
     """Run an engine by itself, for `tapeout serve --engine ADDRESS` (docs/serving.md). It needs a PASS as there.
 
     Example: `tapeout engine artifacts/candidate --listen tcp:0.0.0.0:7000 --key-file engine.key`
     """
     from pipeline.cli import engine as command
-    from pipeline.cli.serve import parse_bytes
-    from pipeline.registry.pull import Requirements
-    from runtime.wire.start import EngineSettings
 
-    memory = None if kv_bytes is None else parse_bytes(kv_bytes)
-    command.run(
-        source,
-        listen,
-        key_file,
-        EngineSettings(threads, slots, memory, public_key and str(public_key)),
-        {"max_running": max_running, "max_draft_tokens": draft_tokens},
-        max_waiting,
-        Requirements(unsafe=True) if unsafe else Requirements(public_key, judge_by),
-    )
+    command.run(source, listen, key_file, opening, approval)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
