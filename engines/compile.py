@@ -20,7 +20,7 @@ from engines.target import RecordT, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
-from tapeout.operators import operator_of
+from tapeout.operators import PAST, graph_state
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
@@ -30,7 +30,7 @@ from tapeout.state import LayerState
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.bin"
 FLOAT_KV_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # by float type
-CACHE_TYPES = {  # by kv_dtype
+CACHE_TYPES = {  # by the dtype of a state's tensor
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,
     "bfloat16": ir.DataType.BFLOAT16,
@@ -70,9 +70,9 @@ def build(
         target, graph, weights, precision, kv_scales=kv_scales, kv_bits=kv_bits, activation_max=activation_max, qdq=qdq
     )
     kv_dtype = f"int{kv_bits}" if kv_scales else FLOAT_KV_DTYPES[lowering.float_type]
-    state = _kept(lowering.model, kv_dtype)
+    state = graph_state(lowering.model.graph, kv_dtype)
     reports = lower(lowering, target.passes().every, progress)
-    _require_cache(lowering.model, kv_dtype, target.name)
+    _require_state(lowering.model, state, target.name)
     _require_precision(reports, precision)
     bind_parameters(lowering)
     require("the build", needs(lowering.model), folder.parent, progress)
@@ -260,19 +260,14 @@ def _require_precision(reports: Sequence[PassReport], precision: str) -> None:
         )
 
 
-def _require_cache(model: ir.Model, kv_dtype: str, target: str) -> None:
-    """:class:`BuildError` where the target's passes made another KV cache."""
+def _require_state(model: ir.Model, state: Sequence[LayerState], target: str) -> None:
+    """:class:`BuildError` where the target's passes made state of another type, or a KV cache of another."""
+    wanted = {f"{PAST}.{one.layer}.{tensor.name}": tensor.dtype for one in state for tensor in one.tensors}
     for value in model.graph.inputs:
-        if (value.name or "").startswith("past_") and value.dtype != CACHE_TYPES[kv_dtype]:
+        dtype = wanted.get(value.name or "", "")
+        if dtype and value.dtype != CACHE_TYPES[dtype]:
             raise BuildError(
                 f"{value.name} is {value.dtype} after the passes of {target}",
-                expected=f"{CACHE_TYPES[kv_dtype]}, for a KV cache in {kv_dtype}",
+                expected=f"{CACHE_TYPES[dtype]}, for state in {dtype}",
                 remedy="set plan.kv_cache.dtype to float32, or build for a target with such a cache",
             )
-
-
-def _kept(model: ir.Model, kv_dtype: str) -> tuple[LayerState, ...]:
-    """State of all operators in graph order, which is that of layers."""
-    nodes = [(operator, node) for node in model.graph if (operator := operator_of(node))]
-    found = (operator.state(node, layer, kv_dtype) for layer, (operator, node) in enumerate(nodes))
-    return tuple(state for state in found if state is not None)

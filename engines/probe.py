@@ -11,13 +11,14 @@ from tempfile import TemporaryFile
 import numpy as np
 import onnx
 
-from engines.bundle import BLOCK_TABLE, GREEDY, OFFSETS, STARTS, EngineBundle
+from engines.bundle import BLOCK_TABLE, GREEDY, OFFSETS, SLOTS, STARTS, EngineBundle
 from engines.protocol import FloatArray
 from engines.sessions import cpu_options, library_of, open_session
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
+from tapeout.operators import PAST
 from tapeout.resources import Needs, require
-from tapeout.state import paged_buffers
+from tapeout.state import paged_buffers, recurrent_buffers
 
 IDS_AT_ONCE = 4096
 ALIGNED = 1024  # numbers; where an output may begin
@@ -87,12 +88,13 @@ class OrtProbe:
             OFFSETS: np.array([0, count], np.int32),
             STARTS: np.zeros(1, np.int32),
             BLOCK_TABLE: np.zeros((1, 1), np.int32),
+            SLOTS: np.zeros(1, np.int32),
             "logit_positions": np.arange(count, dtype=np.int64),
             GREEDY: np.array(False),
         }
         feeds = {name: value for name, value in feeds.items() if name in io.inputs}
-        caches = paged_buffers(io.state, 1, count)
-        return feeds | {f"past_key_values.{name}": np.zeros(shape, element) for name, shape, element in caches}
+        buffers = [*paged_buffers(io.state, 1, count), *recurrent_buffers(io.state, 1)]
+        return feeds | {f"{PAST}.{name}": np.zeros(shape, element) for name, shape, element in buffers}
 
     def embedding(self) -> Iterator[FloatArray]:
         """See :meth:`engines.target.Probe.embedding`. Runs the bundle's own graph up to there."""

@@ -37,7 +37,7 @@ from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, SourceError
 from tapeout.layer_stream import LayerStream
-from tapeout.operators.attention.in_torch import kv_function
+from tapeout.operators import state_changed
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.progress import ProgressBar
 from tapeout.recipe import Calibrate
@@ -113,7 +113,8 @@ def _run(graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_s
     with ProgressBar(title="calibrating", unit="sample", total=total, done=done) as progress:
         for layer in range(states.layer, len(stream)):
             groups = [group for group in graph.record.groups if layer_of(group) == layer]
-            with stream.loaded(layer), _observe(stream.model, groups, {layer: _KVRange(pair)}) as observer:
+            caches = {layer: _KVRange(pair)} if layer in graph.record.cached_layers else {}
+            with stream.loaded(layer), _observe(stream.model, groups, caches) as observer:
                 for number, tokens in enumerate(inputs):
                     with observer.sample(holdout=number >= fit_samples):
                         states.write(stream.run(layer, states.read(number), input_ids=tokens))
@@ -214,8 +215,11 @@ class _KVRange:
         self.pair = pair
         self.maxima: dict[str, Tensor] = {}
 
-    def add(self, key: Tensor, value: Tensor) -> None:
-        seen = {"k_absmax": key.abs(), "v_absmax": value.abs(), "k_pair_absmax": self.pair(key)}
+    def add(self, part: str, kept: Tensor) -> None:
+        """``part``: key or value."""
+        seen = {f"{part[0]}_absmax": kept.abs()}
+        if part == "key":
+            seen["k_pair_absmax"] = self.pair(kept)
         for name, magnitude in seen.items():
             largest = magnitude.amax((0, 2))
             self.maxima[name] = torch.maximum(self.maxima.get(name, largest), largest)
@@ -239,7 +243,7 @@ class _Observer:
     def sample(self, *, holdout: bool) -> Generator[None]:
         """One sample through what is watched."""
         self.holdout = holdout
-        self.missing = {*self.groups, *map(_cache_name, self.caches)}
+        self.missing = {*self.groups, *(_cache_name(layer, part) for layer in self.caches for part in ("key", "value"))}
         yield
         if self.missing:
             raise QuantizationError(
@@ -257,10 +261,10 @@ class _Observer:
         if self.stop_early and not self.missing:
             raise _AllSeen
 
-    def see_cache(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        self._mark(_cache_name(layer))
-        self.caches[layer].add(key, value)
-        return key, value
+    def see_cache(self, layer: int, part: str, kept: Tensor) -> Tensor:
+        self._mark(_cache_name(layer, part))
+        self.caches[layer].add(part, kept)
+        return kept
 
     def results(self) -> dict[str, Array]:
         """The tensors of a statistics file; :class:`QuantizationError` names the first that is not finite."""
@@ -292,8 +296,8 @@ def _not_finite(name: str, tensor: Tensor) -> QuantizationError:
     )
 
 
-def _cache_name(layer: int) -> str:
-    return f"layers.{layer}.kv_cache"
+def _cache_name(layer: int, part: str) -> str:
+    return f"layers.{layer}.{part}"
 
 
 @contextmanager
@@ -307,7 +311,7 @@ def _observe(model: Any, groups: Sequence[LinearGroup], caches: dict[int, _KVRan
                 observer.see_inputs(name, inputs[0])
 
             handles.append(_reader(model, group).register_forward_pre_hook(hook))
-        with kv_function(model, observer.see_cache):
+        with state_changed(model, observer.see_cache):
             yield observer
     finally:
         for handle in handles:

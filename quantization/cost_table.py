@@ -51,12 +51,13 @@ class CostTable:
 
     def cache(self, graph: PortableGraph, settings: KVCache) -> Cost:
         """Codes and scales of ``slots`` sequences of ``context`` tokens, and attention of all layers over them."""
-        channels = 2 * graph.layers * graph.kv_heads * graph.head_size  # of keys and values
+        layers = len(graph.cached_layers)
+        channels = 2 * layers * graph.kv_heads * graph.head_size  # of keys and values
         bits = BITS.get(settings.dtype, 32)
         scales = channels * SCALE_BYTES if settings.dtype in BITS else 0
         return Cost(
             self.slots * self.context * channels * bits // 8 + scales,
-            {tokens: graph.layers * taken for tokens, taken in self.attention.get(settings.dtype, {}).items()},
+            {tokens: layers * taken for tokens, taken in self.attention.get(settings.dtype, {}).items()},
         )
 
     def linears_seconds(self, groups: Sequence[LinearGroup], scheme: Scheme) -> dict[int, float]:

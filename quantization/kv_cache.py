@@ -25,6 +25,15 @@ _REACH = {8: np.float32(1), 4: np.float32(0.55)}  # of the threshold, by the lar
 _SMALLEST = np.float32(1e-6)
 
 
+def scale_name(layer: int, part: str) -> str:
+    """Of the scales ``[H, D]`` of a layer's ``key`` or ``value``.
+
+    >>> scale_name(3, "key")
+    'layers.3.k_scale'
+    """
+    return f"layers.{layer}.{part[0]}_scale"
+
+
 def largest_code(bits: int) -> int:
     """127 or 7; the smallest code is one further from zero."""
     return 2 ** (bits - 1) - 1

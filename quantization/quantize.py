@@ -35,13 +35,14 @@ from quantization.calibration import Calibration
 from quantization.checkpoint import KVScales, KVScheme, LinearReport, QuantizedModel
 from quantization.compressed_tensors import Checkpoint, ResumableWriter, open_checkpoint, quantization_config
 from quantization.input_scale import InputScale, identity
-from quantization.kv_cache import BITS
+from quantization.kv_cache import BITS, scale_name
 from quantization.needs import SEARCH_BYTES, quantization_needs, search_bytes
 from quantization.plan import PrecisionPlan
 from quantization.proof import count_tensors, prove
 from quantization.search import SearchResult, search
 from quantization.statistics import every_channel_alike, kv_scales, read_statistics
 from quantization.units import (
+    ATTENTION_INPUTS,
     EMBEDDING,
     HEAD,
     Schemes,
@@ -51,6 +52,8 @@ from quantization.units import (
     fitted_schemes,
     fold_target_of,
     head_with,
+    kind_of,
+    layer_of,
     out_by_in,
     quantized_ones,
     stored_schemes,
@@ -240,8 +243,9 @@ class _Job:
         cache: dict[str, FloatArray] = {}
         if self.kv_cache.dtype not in BITS:
             return cache
-        for (layer, groups), result in zip(layers, done, strict=False):  # embeddings follow the layers
-            if layer.startswith("layers."):
+        for (_, groups), result in zip(layers, done, strict=False):  # embeddings follow the layers
+            layer = layer_of(groups[0])
+            if layer is not None and layer in self.graph.cached_layers:
                 scales = kv_scales(layer, self.calibration, self.kv_cache, result.value_scale)
                 cache.update(scales)
                 if self.kv_cache.granularity == "per_tensor":
@@ -336,11 +340,12 @@ def _report(
     )
 
 
-def _published_kv_scales(groups: list[LinearGroup], layer: str, scales: dict[str, FloatArray]) -> dict[str, FloatArray]:
+def _published_kv_scales(groups: list[LinearGroup], layer: int, scales: dict[str, FloatArray]) -> dict[str, FloatArray]:
     """One scale per tensor, where compressed-tensors looks for it: on the attention module."""
-    projection = next(group for group in groups if group.name == f"{layer}.qkv").members[0]
+    projection = next(group for group in groups if kind_of(group) == ATTENTION_INPUTS).members[0]
     attention = projection.rsplit(".", 2)[0]
-    return {f"{attention}.{part}_scale": scales[f"{layer}.{part}_scale"].reshape(-1)[:1] for part in ("k", "v")}
+    names = {part: scale_name(layer, part) for part in ("key", "value")}
+    return {f"{attention}.{part[0]}_scale": scales[name].reshape(-1)[:1] for part, name in names.items()}
 
 
 def _copy_companions(source: Path, target: Path) -> None:

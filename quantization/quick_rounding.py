@@ -21,7 +21,7 @@ from torch import Tensor
 from quantization.calibration import Calibration
 from quantization.compressed_tensors import open_checkpoint
 from quantization.input_scale import identity
-from quantization.kv_cache import BITS
+from quantization.kv_cache import BITS, scale_name
 from quantization.methods import awq, gptq, smoothquant
 from quantization.problem import Problem, input_step
 from quantization.reference import round_to_grid
@@ -31,7 +31,7 @@ from quantization.statistics import Statistics, every_channel_alike, kv_scales, 
 from quantization.units import EMBEDDING, HEAD, embeddings_of, fold_target_of, head_with, out_by_in
 from tapeout.artifact import Artifact
 from tapeout.number_format import FloatArray
-from tapeout.operators.attention.in_torch import KVFunction
+from tapeout.operators.operator import StateChange
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.quantized import QuantizedWeight, fit_range, round_to_nearest
 from tapeout.recipe import KVCache, Quantize
@@ -102,20 +102,17 @@ class QuickRounding:
         head = next(group.members[0] for group in graph.groups if group.name == HEAD)
         return {EMBEDDING: found[graph.embedding], HEAD: found[head]}
 
-    def kv_cache(self, settings: KVCache) -> KVFunction | None:
+    def kv_cache(self, settings: KVCache) -> StateChange | None:
         """How keys and values are rounded; None for a cache in float."""
         if settings.dtype not in BITS:
             return None
         bits = BITS[settings.dtype]
-        layers = range(self._graph.record.layers)
-        found = [kv_scales(f"layers.{layer}", self._calibration, settings) for layer in layers]
+        layers = self._graph.record.cached_layers
+        found = [kv_scales(layer, self._calibration, settings) for layer in layers]
         scales = {name: torch.from_numpy(scale) for part in found for name, scale in part.items()}
 
-        def rounded(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            return (
-                round_to_grid(key, scales[f"layers.{layer}.k_scale"], bits),
-                round_to_grid(value, scales[f"layers.{layer}.v_scale"], bits),
-            )
+        def rounded(layer: int, part: str, kept: Tensor) -> Tensor:
+            return round_to_grid(kept, scales[scale_name(layer, part)], bits)
 
         return rounded
 

@@ -30,11 +30,11 @@ from transformers.pytorch_utils import Conv1D
 
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import Checkpoint, open_checkpoint
-from quantization.kv_cache import largest_code
+from quantization.kv_cache import largest_code, scale_name
 from quantization.needs import decoded_bytes, reference_needs
 from tapeout.errors import QuantizationError
 from tapeout.mapped_weights import weight_at_call
-from tapeout.operators.attention.in_torch import kv_function
+from tapeout.operators import state_changed
 from tapeout.quantized import QuantizedWeight
 from tapeout.resources import require
 
@@ -61,7 +61,7 @@ class QuantizedReference:
                 module.register_forward_pre_hook(input_hook(grid))
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
-        with torch.inference_mode(), kv_function(self.model, self._round_cache):
+        with torch.inference_mode(), state_changed(self.model, self._round_state):
             logits: Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits
         return logits[0].numpy()
 
@@ -102,18 +102,18 @@ class QuantizedReference:
             )
         return logits, errors
 
-    def _round_cache(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _round_state(self, layer: int, part: str, kept: Tensor) -> Tensor:
         if not self.kv_scales:
-            return key, value
+            return kept
         try:
-            k_scale, v_scale = self.kv_scales[f"layers.{layer}.k_scale"], self.kv_scales[f"layers.{layer}.v_scale"]
+            scale = self.kv_scales[scale_name(layer, part)]
         except KeyError as error:
             raise QuantizationError(
                 f"{KV_SCALES} has no {error.args[0]}",
                 expected="scales for keys and values of every layer",
                 remedy="run `dvc repro quantize`",
             ) from None
-        return round_to_grid(key, k_scale, self.kv_bits), round_to_grid(value, v_scale, self.kv_bits)
+        return round_to_grid(kept, scale, self.kv_bits)
 
 
 def round_to_grid(values: Tensor, scale: Tensor, bits: int) -> Tensor:

@@ -26,7 +26,8 @@ from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.mapped_model import open_model
 from tapeout.mapped_weights import weight_at_call
-from tapeout.operators.attention.in_torch import KVFunction, kv_function
+from tapeout.operators import state_changed
+from tapeout.operators.operator import StateChange
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.quantized import QuantizedWeight
 
@@ -76,7 +77,7 @@ class Simulation:
         self._before: dict[int, Any] = {}  # by start: what the layer before it returned
         self._float = self._float_run(starts)
 
-    def kl(self, changed: Mapping[str, Simulated], *, first_layer: int = 0, kv: KVFunction | None = None) -> float:
+    def kl(self, changed: Mapping[str, Simulated], *, first_layer: int = 0, kv: StateChange | None = None) -> float:
         """Mean KL(float, changed) in nats per position; nothing before ``first_layer`` may be changed."""
         with self._exchanged(changed), self._resumed(first_layer), torch.inference_mode():
             logits = self._run(kv)
@@ -95,14 +96,14 @@ class Simulation:
             for handle in kept:
                 handle.remove()
 
-    def _run(self, kv: KVFunction | None) -> tuple[Tensor, ...]:
+    def _run(self, kv: StateChange | None) -> tuple[Tensor, ...]:
         """Logits ``[P, V]`` at the compared positions of each sample."""
         counts = [len(positions) for positions in self._compared]
         rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         places = rows, torch.cat(self._compared)
         handle = self._head.register_forward_pre_hook(lambda _module, inputs: (inputs[0][places][None], *inputs[1:]))
         try:
-            with kv_function(self._model, kv or _as_it_is):
+            with state_changed(self._model, kv or _as_it_is):
                 return self._model(input_ids=self._ids, use_cache=False).logits[0].split(counts)
         finally:
             handle.remove()
@@ -170,8 +171,8 @@ def _copied(output: Any) -> Any:
     return output.clone() if isinstance(output, Tensor) else tuple(map(_copied, output))
 
 
-def _as_it_is(_layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    return key, value
+def _as_it_is(_layer: int, _name: str, kept: Tensor) -> Tensor:
+    return kept
 
 
 def _layers_of(model: Any, graph: PortableGraph) -> Any:

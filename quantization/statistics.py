@@ -20,6 +20,7 @@ from quantization.calibration import (
     Calibration,
     CalibrationSample,
     gram_blocks,
+    layer_file,
     sample_hash,
     statistics_file,
 )
@@ -130,20 +131,22 @@ def every_channel_alike(columns: int) -> Statistics:
 
 
 def kv_scales(
-    layer: str, calibration: Artifact[Calibration], settings: KVCache, value_scale: FloatArray | None = None
+    layer: int, calibration: Artifact[Calibration], settings: KVCache, value_scale: FloatArray | None = None
 ) -> dict[str, FloatArray]:
     """``layers.N.k_scale`` and ``.v_scale``, ``[H, D]``; ``value_scale`` is what value channels were divided by.
 
     Not for a cache in float.
     """
-    with safe_open(calibration.folder / statistics_file(f"{layer}.qkv"), framework="numpy") as file:
-        keys, values = file.get_tensor(f"{layer}.k_pair_absmax"), file.get_tensor(f"{layer}.v_absmax")
+    with safe_open(calibration.folder / layer_file(layer), framework="numpy") as file:
+        keys, values = (file.get_tensor(f"layers.{layer}.{part}") for part in ("k_pair_absmax", "v_absmax"))
     if value_scale is not None:
         values = values / value_scale.reshape(values.shape)
     bits = kv_cache.BITS[settings.dtype]
     return {
-        f"{layer}.k_scale": kv_cache.scales(keys, settings.granularity, bits=bits, name=f"{layer} keys"),
-        f"{layer}.v_scale": kv_cache.scales(values, settings.granularity, bits=bits, name=f"{layer} values"),
+        kv_cache.scale_name(layer, part): kv_cache.scales(
+            largest, settings.granularity, bits=bits, name=f"layers.{layer} {part}s"
+        )
+        for part, largest in (("key", keys), ("value", values))
     }
 
 

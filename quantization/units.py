@@ -10,13 +10,14 @@ import numpy as np
 
 from tapeout.errors import QuantizationError, RecipeError
 from tapeout.number_format import FloatArray
+from tapeout.operators import operators
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.recipe import Cache, Embeddings, KVCache, Rule
 from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, FLOAT, SMALLEST_GROUP, Scheme
 
 EMBEDDING = "embedding"
 HEAD = "lm_head"
-LAYER_UNITS = ("qkv", "o", "gate_up", "down")  # of a layer, where it has them
+ATTENTION_INPUTS = "qkv"
 CACHE_CANDIDATES = (KVCache(dtype="float32"), KVCache(dtype="int8"), KVCache(dtype="int4"))
 Schemes = dict[str, Scheme]  # by group name, and EMBEDDING; fitted
 
@@ -122,7 +123,12 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
         )
 
     names = [group.name for group in graph.groups if group.name != HEAD]
-    _require_used(rules, {*names, *(f"layers.{n}.{unit}" for n in range(graph.layers) for unit in LAYER_UNITS)})
+    units = {
+        "gate_up",
+        "down",
+        *(unit for operator in operators().values() for unit in (operator.before, operator.after)),
+    }
+    _require_used(rules, {*names, *(f"layers.{n}.{unit}" for n in range(graph.layers) for unit in units)})
     return {name: matching(name) for name in names}
 
 

@@ -1,8 +1,8 @@
 """Read from the graph which linears share an input, what each is for, and what can absorb their input scales.
 
 The dataflow decides, not a table of architectures: a linear whose output reaches an attention node is part of
-``qkv``; one that reads an attention output is ``o``; one whose input comes from a single other group is ``down``,
-and that group is ``gate_up``. Only layer numbers come from parameter names.
+``qkv``; one that reads an attention output is ``o`` (other operators have names of their own); one whose input comes
+from a single other group is ``down``, and that group is ``gate_up``. Only layer numbers come from parameter names.
 """
 
 from __future__ import annotations
@@ -216,13 +216,13 @@ def _require_one_head(heads: list[Linear]) -> None:
 
 def _unit(linear: Linear, by_output: dict[int, Linear], graph: ir.Graph, dependent: Dependent) -> str | None:
     logits = graph.outputs[0]
-    if linear.output is logits or _reaches(linear.output, lambda node: logits in node.outputs, dependent):
+    if linear.output is logits or _reached(linear.output, lambda node: logits in node.outputs, dependent):
         return "lm_head"
-    if _reaches(linear.output, is_operator, dependent):
-        return "qkv"
+    if read := operator_of(_reached(linear.output, is_operator, dependent)):
+        return read.before
     sources = list(_sources(linear.input, by_output))
-    if any(isinstance(source, ir.Node) for source in sources):
-        return "o"
+    if written := next((operator_of(source) for source in sources if isinstance(source, ir.Node)), None):
+        return written.after
     inputs = {id(source.input) for source in sources if isinstance(source, Linear)}
     if sources and len(inputs) == 1 and all(isinstance(source, Linear) for source in sources):
         return "down"
@@ -241,8 +241,8 @@ def _stem(parameter: str) -> str:
     return parameter.removesuffix(".weight").rpartition(".")[2]
 
 
-def _reaches(value: ir.Value, found: Callable[[ir.Node], bool], dependent: Dependent) -> bool:
-    """Whether a node for which ``found`` holds follows ``value`` with no matmul, attention or residual sum between."""
+def _reached(value: ir.Value, found: Callable[[ir.Node], bool], dependent: Dependent) -> ir.Node | None:
+    """A node for which ``found`` holds and that follows ``value`` with no matmul, operator or residual sum between."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -251,11 +251,11 @@ def _reaches(value: ir.Value, found: Callable[[ir.Node], bool], dependent: Depen
                 continue
             seen.add(id(node))
             if found(node):
-                return True
+                return node
             if node.op_type in ("MatMul", "Gemm") or is_operator(node) or dependent.is_residual_sum(node):
                 continue
             stack.extend(node.outputs)
-    return False
+    return None
 
 
 class Dependent:
@@ -300,7 +300,7 @@ def _dependent(value: ir.Value | None) -> set[int]:
 
 
 def _sources(value: ir.Value, by_output: dict[int, Linear]) -> Iterator[Linear | ir.Node | None]:
-    """Where a linear's input comes from: linears, attention nodes, or None for the embedding or the residual stream."""
+    """Where a linear's input comes from: linears, operators, or None for the embedding or the residual stream."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -375,6 +375,8 @@ def _linear_target(value: ir.Value, by_output: dict[int, Linear]) -> FoldTarget 
     node, rows = value.producer(), None
     if value.producer() is not None and id(value) not in by_output and node is not None:
         if node.op_type == "Split" and node.inputs[0] is not None:
+            if not _along_channels(node):
+                return None
             sizes = [size(output, -1) for output in node.outputs]
             index = list(node.outputs).index(value)
             rows = (sum(sizes[:index]), sum(sizes[: index + 1]))
@@ -390,6 +392,13 @@ def _linear_target(value: ir.Value, by_output: dict[int, Linear]) -> FoldTarget 
     if rows is not None:
         rows = (rows[0], min(rows[1], linear.shape[0]))
     return FoldTarget(kind="linear", weight=linear.name, bias=linear.bias.name if linear.bias else None, rows=rows)
+
+
+def _along_channels(split: ir.Node) -> bool:
+    """Whether a Split cuts the last axis, which is that of channels between linears."""
+    axis, value = split.attributes.get("axis"), split.inputs[0]
+    rank = len(value.shape) if value is not None and value.shape is not None else 0
+    return axis is not None and axis.as_int() in (-1, rank - 1)
 
 
 def _slice_rows(node: ir.Node) -> tuple[int, int] | None:

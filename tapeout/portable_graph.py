@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from tapeout.artifact import Frozen, Record, Roles
+from tapeout.state import LayerState, Paged
 
 
 class FoldTarget(Frozen):
@@ -35,8 +36,9 @@ class FoldTarget(Frozen):
 class LinearGroup(Frozen):
     """Linears that read the same tensor: they share one scheme, one input statistic and one input scale.
 
-    ``name``: ``layers.N.qkv``, ``layers.N.o``, ``layers.N.gate_up``, ``layers.N.down``, or ``layers.N.NAME`` for
-    anything else; ``lm_head`` for the output head.
+    ``name``: ``layers.N.qkv`` and ``layers.N.o`` around attention, as other operators of ``tapeout/operators`` name
+    theirs; ``layers.N.gate_up``, ``layers.N.down``, or ``layers.N.NAME`` for anything else; ``lm_head`` for the output
+    head.
     ``members``: parameter names of the weights (each ``[out, in]``), in the order they are merged.
     ``transposed``: the float checkpoint stores them ``[in, out]``, as gpt2's does. Quantized ones are ``[out, in]``.
     """
@@ -54,14 +56,16 @@ class PortableGraph(Record):
     """``dequantized``: how the checkpoint stored weights that are in float32 here; None where they were floats."""
 
     artifact_type: ClassVar[str] = "PortableGraph"
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
     remedy: ClassVar[str] = "run `dvc repro export`"
     parent_roles: ClassVar[Roles] = {"source": ("Source",)}
 
     architecture: str  # transformers class name
     layers: int
+    state: tuple[LayerState, ...]  # what they keep, in float32
     hidden_size: int
-    heads: int  # of the first attention, as the next two: costs are estimated as if all layers were like it
+    # of the first attention, as the next two: costs are estimated as if all were like it; 0 where there is none
+    heads: int
     kv_heads: int
     head_size: int
     vocab_size: int
@@ -77,3 +81,8 @@ class PortableGraph(Record):
     dequantized: str | None = None
     max_relative_error: float  # logits on ONNX Runtime against transformers, measured at export
     versions: dict[str, str]
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """Layers that keep keys and values of every token."""
+        return tuple(state.layer for state in self.state if isinstance(state, Paged))

@@ -89,6 +89,7 @@ FAMILIES: Mapping[str, Family] = {
         {k: DENSE[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")},
         rotary="none",
     ),  # learned positions
+    "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),  # short convolutions
     "gpt2": Family("gpt2", {}, GPT, rotary="none"),  # weights stored [in, out]
     "gpt_neox": Family(
         "gpt_neox", {}, {k: v for k, v in DENSE.items() if k not in ("num_key_value_heads", "head_dim")}
@@ -254,7 +255,6 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "granite_swa": Family("granite_swa", {"sliding_window": 8}),
     "granitemoe": Family("granitemoe", EXPERTS),
     "jamba": Family("jamba", {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
-    "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "llama4": Family("llama4_text", {**EXPERTS, "intermediate_size_mlp": 96}),
     "mamba": Family("mamba", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4}),
     "mamba2": Family(

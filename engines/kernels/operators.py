@@ -1,7 +1,7 @@
 """The operators that Tapeout's own kernels compute, each declared once.
 
 M  tokens of a step            K, N  input and output channels         B  sequences           P  tokens with logits
-H, KV  heads of queries, keys  D  channels of a head                   T  tokens of a block   [..]  one axis or more
+H, KV  heads of queries, keys  D  channels of a head, C of a state     T  tokens of a block   [..]  one axis or more
 
 A set of kernels (``kernel_set.py``) has some of them. Passes write them into graphs in ``DOMAIN``; how a set lays out
 the codes, scales and zero points of a weight is its own. Graphs are checked against this table after each pass, the
@@ -71,6 +71,20 @@ _ALL = (
         ),
         (_Y,),
         "cached_attention",
+    ),
+    KernelOperator(
+        "CausalConv",
+        (
+            Argument("x"),  # [.., M, C]
+            Argument("weight"),  # [taps, C]
+            Argument("bias", optional=True),  # [C]
+            Argument("state"),  # [slots, taps - 1, C] of the tokens before; written in place
+            Argument("offsets", ("int32",)),  # [B + 1] as those of attention, and the next two
+            Argument("starts", ("int32",)),
+            Argument("slots", ("int32",)),  # [B]
+        ),
+        (_Y,),
+        "causal_conv",
     ),
     KernelOperator(
         "NormRows",

@@ -4,10 +4,11 @@ Three comparisons, each with sequences that share a batch and are fed in pieces:
 
 - a prefill and decode steps from the first position on, with left padding, against transformers' own attention;
 - tokens at positions spread from the first to the last, in two pieces, against one call of transformers;
-- pieces that start late, over a random cache of that length, against transformers with its own masks and positions.
+- pieces that start late, over a random state of that length, against transformers with its own masks and positions.
 
 The last two cost few tokens: a position is an input, and a cache need not be computed to be long. Random values are
-scaled with their number, so that one key more or less in a window changes the logits by far more than rounding does.
+scaled by what each operator keeps: keys and values with their number, so that one key more or less in a window changes
+the logits by far more than rounding does.
 
 All tokens are chosen first. Then every call of the graph goes through a segment before the next one, and every sequence
 through a layer of transformers before the next one: either side reads its weights once and holds a part of them. What
@@ -30,11 +31,11 @@ import torch
 from numpy.typing import NDArray
 
 from tapeout.layer_stream import LayerState, LayerStream
-from tapeout.operators.attention import AttentionNode
-from tapeout.operators.attention.in_torch import after_tokens
+from tapeout.operators import PAST, PRESENT, OperatorNode, operator_nodes, state_resumed
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
 from tapeout.segments import SEGMENT_BYTES, Arrays, SegmentCall, SegmentedGraph
+from tapeout.state import Paged, StateTensor, token_bytes
 from tapeout.work_folder import is_kept, keep
 
 LENGTHS, STEPS = (9, 14, 21), 4  # tokens of the first prompts, and decode steps after them
@@ -61,7 +62,7 @@ class Difference:
 
 @dataclass(eq=False)
 class _CheckedSequence:
-    """What transformers computes in one call. ``cached``: tokens before it, whose keys and values are random.
+    """What transformers computes in one call. ``cached``: tokens before it, whose state is random.
 
     ``positions``: others than the usual ones. ``logits [S, V]``: once they are computed.
     """
@@ -106,7 +107,7 @@ class _CheckStep(SegmentCall):
         if name == "logits":
             self.logits = array
         elif self.cache is not None:
-            self.cache[f"past_key_values.{name.removeprefix('present.')}"] = array
+            self.cache[f"{PAST}.{name.removeprefix(f'{PRESENT}.')}"] = array
 
     def grown(self) -> Callable[[str], Floats]:
         """``past`` of the one call after this one."""
@@ -114,41 +115,66 @@ class _CheckStep(SegmentCall):
         return cache.pop
 
 
-class _RandomCache:
-    """Random keys and values: scores of about one, and values as large as the model's own.
+@dataclass(frozen=True)
+class _KeptTensor:
+    """A tensor of a graph's state, and the node that keeps it. ``grows``: it has a value for each token."""
 
-    Where scores have a soft cap, the largest ones come near it. What the model's own are shows ``probe``, a call of the
-    graph that comes before all that read this cache.
+    node: OperatorNode
+    tensor: StateTensor
+    grows: bool
+
+    @property
+    def name(self) -> str:
+        return f"{PAST}.{self.node.layer}.{self.tensor.name}"
+
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        """As the graph has it, without the batch: positions come before the last dimension."""
+        *outer, last = self.tensor.shape
+        return (*outer, tokens, last) if self.grows else (*outer, last)
+
+
+def _kept_tensors(nodes: Sequence[OperatorNode]) -> dict[str, _KeptTensor]:
+    """By the graph's name."""
+    found = [
+        _KeptTensor(node, tensor, isinstance(state, Paged))
+        for node in nodes
+        if (state := node.state("float32"))
+        for tensor in state.tensors
+    ]
+    return {each.name: each for each in found}
+
+
+class _RandomState:
+    """What tokens before may have left: random values, as large as their operators say.
+
+    What the model's own are shows ``probe``, a call of the graph that comes before all that read this state.
     """
 
-    def __init__(self, layers: Sequence[AttentionNode], longest: int, seed: int, probe: _CheckStep) -> None:
-        self.layers, self.longest, self.seed = layers, longest, seed
+    def __init__(self, kept: Mapping[str, _KeptTensor], longest: int, seed: int, probe: _CheckStep) -> None:
+        self.kept, self.longest, self.seed = kept, longest, seed
         probe.cache = self._seen = dict[str, Floats]()
         self._noise = lru_cache(2)(self._draw)  # keys and values of one layer
 
-    def one(self, layer: int, part: str, length: int) -> Floats:
-        """``[1, kv_heads, length, head_size]``; ``part``: key or value."""
-        return self._noise(layer, part)[:, :, :length] * np.float32(self._scale(layer, part, length))
+    def one(self, name: str, length: int) -> Floats:
+        """Of one sequence, by the graph's name, after ``length`` tokens: as the graph has it, with a batch of 1."""
+        each, noise = self.kept[name], self._noise(name)
+        if each.grows:
+            noise = noise[..., :length, :]
+        scale = each.node.operator.scale(each.node.node, each.tensor.name, self._seen[name], length)
+        return noise * np.float32(scale)
 
     def padded(self, name: str, lengths: Sequence[int]) -> Floats:
-        """Of a batch, by the graph's name, with padding on the left."""
-        _, number, part = name.split(".")
-        entries = [self.one(int(number), part, length) for length in lengths]
-        widths = [((0, 0), (0, 0), (max(lengths) - length, 0), (0, 0)) for length in lengths]
-        return np.concatenate([np.pad(entry, width) for entry, width in zip(entries, widths, strict=True)])
+        """Of a batch, with padding on the left."""
+        entries = [self.one(name, length) for length in lengths]
+        if self.kept[name].grows:
+            sides = [(0, 0)] * (entries[0].ndim - 2)
+            entries = [np.pad(entry, [*sides, (max(lengths) - entry.shape[-2], 0), (0, 0)]) for entry in entries]
+        return np.concatenate(entries)
 
-    def _draw(self, layer: int, part: str) -> Floats:
-        generator = np.random.default_rng((self.seed, layer, part == "key"))
-        shape = (1, self.layers[layer].kv_heads, self.longest, self.layers[layer].head_size)
-        return generator.standard_normal(shape, np.float32)
-
-    def _scale(self, number: int, part: str, length: int) -> float:
-        layer, seen = self.layers[number], self._seen[f"past_key_values.{number}.{part}"]
-        if part == "key":
-            norm = float(np.sqrt((seen**2).sum(-1).mean()))
-            return max(1.0, layer.softcap / 8) / max(layer.scale * norm, 1e-6)
-        visible = min(length, layer.window or length)
-        return float(np.sqrt((seen**2).mean())) * math.sqrt(visible / 2)
+    def _draw(self, name: str) -> Floats:
+        each, number = self.kept[name], list(self.kept).index(name)
+        generator = np.random.default_rng((self.seed, number))
+        return generator.standard_normal((1, *each.shape(self.longest)), np.float32)
 
 
 class _Progress:
@@ -175,22 +201,24 @@ def largest_difference(model: Any, path: Path, work: Path, *, positions: int, se
     check of the same may have been interrupted.
     """
     generator = np.random.default_rng(seed)
-    layers = AttentionNode.all(load_graph(path).graph)
+    nodes = operator_nodes(load_graph(path).graph)
+    kept, states = _kept_tensors(nodes), [state for node in nodes if (state := node.state("float32"))]
     weights = model.state_dict()
-    probe = _probe(model, layers, generator)
-    per_token = sum(8 * layer.kv_heads * layer.head_size for layer in layers)
-    cache = _RandomCache(layers, min(positions, CACHE_BYTES // per_token) - PIECE - 1, seed, probe)
-    steps = [probe, *_decoded(model, layers, positions, generator), *_spread(model, layers, positions, generator)]
-    for start in _late_starts(model, cache):
-        steps += _late(model, cache, start, generator)
-    held = 4 * per_token * (cache.longest + PIECE + 1)  # two sequences, before and after a call
+    probe = _probe(model, kept, generator)
+    per_token = max(1, token_bytes(states))
+    before = _RandomState(kept, min(positions, CACHE_BYTES // per_token) - PIECE - 1, seed, probe)
+    steps = [probe, *_decoded(model, kept, positions, generator), *_spread(model, kept, positions, generator)]
+    windows = {state.window for state in states if isinstance(state, Paged)}
+    for start in _late_starts(model, windows, before.longest):
+        steps += _late(model, before, start, generator)
+    held = 4 * per_token * (before.longest + PIECE + 1)  # two sequences, before and after a call
     share = min(1.0, CACHES_AT_ONCE / held) * 4 * sum(weight.numel() for weight in model.parameters())
     _run_graph(SegmentedGraph(path, segment_bytes=min(SEGMENT_BYTES, int(share))), steps, _Progress(work / "graph"))
     compared = [(step.logits, each) for step in steps for each in step.compared]
     _run_transformers(
         LayerStream(path.parent, weights=weights),
         list(dict.fromkeys(each.sequence for _, each in compared)),
-        cache,
+        before,
         _Progress(work / "transformers"),
     )
     errors = [
@@ -203,13 +231,13 @@ def largest_difference(model: Any, path: Path, work: Path, *, positions: int, se
     return max(errors, key=lambda difference: difference.error)
 
 
-def _probe(model: Any, layers: Sequence[AttentionNode], generator: np.random.Generator) -> _CheckStep:
+def _probe(model: Any, kept: Mapping[str, _KeptTensor], generator: np.random.Generator) -> _CheckStep:
     ids = np.array([_tokens(model, LENGTHS[0], generator)], np.int64)
-    return _CheckStep(ids, np.ones_like(ids), np.arange(LENGTHS[0])[None], _empty(layers, 1))
+    return _CheckStep(ids, np.ones_like(ids), np.arange(LENGTHS[0])[None], _empty(kept, 1))
 
 
 def _decoded(
-    model: Any, layers: Sequence[AttentionNode], positions: int, generator: np.random.Generator
+    model: Any, kept: Mapping[str, _KeptTensor], positions: int, generator: np.random.Generator
 ) -> list[_CheckStep]:
     """Three prompts with left padding, a prefill and decode steps over the cache."""
     count = min(STEPS, positions - 1)
@@ -224,7 +252,7 @@ def _decoded(
         _Compared(entry, slice(width - length, width), sequence, slice(length), f"a prefill of {length} tokens")
         for entry, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))
     ]
-    steps = [_CheckStep(ids, mask, np.maximum(np.cumsum(mask, axis=1) - 1, 0), _empty(layers, entries), compared)]
+    steps = [_CheckStep(ids, mask, np.maximum(np.cumsum(mask, axis=1) - 1, 0), _empty(kept, entries), compared)]
     for step in range(count):
         places = [length + step for length in lengths]
         ids = np.array([[sequence.tokens[at]] for sequence, at in zip(sequences, places, strict=True)], np.int64)
@@ -238,7 +266,7 @@ def _decoded(
 
 
 def _spread(
-    model: Any, layers: Sequence[AttentionNode], positions: int, generator: np.random.Generator
+    model: Any, kept: Mapping[str, _KeptTensor], positions: int, generator: np.random.Generator
 ) -> list[_CheckStep]:
     """Tokens at positions spread over all that are served, in two pieces beside a sequence of early positions."""
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -257,22 +285,21 @@ def _spread(
             for entry, name in enumerate(("spread", "early"))
             for column, place in enumerate(piece.tolist())
         ]  # fmt: skip
-        past = steps[-1].grown() if steps else _empty(layers, 2)
+        past = steps[-1].grown() if steps else _empty(kept, 2)
         mask = np.ones((2, piece[-1] + 1), np.int64)
         steps.append(_CheckStep(tokens[:, piece], mask, places[:, piece], past, compared))
     return steps
 
 
-def _late_starts(model: Any, cache: _RandomCache) -> list[int]:
-    """The longest cache, half of it, and lengths at which the model may change what it computes."""
-    starts = {cache.longest, cache.longest // 2}
-    starts |= {start - PIECE // 2 for start in _thresholds(model, cache.layers)}
-    return sorted(start for start in starts if 0 < start <= cache.longest)
+def _late_starts(model: Any, windows: set[int], longest: int) -> list[int]:
+    """The longest state, half of it, and lengths at which the model may change what it computes."""
+    starts = {longest, longest // 2} | {start - PIECE // 2 for start in _thresholds(model, windows)}
+    return sorted(start for start in starts if 0 < start <= longest)
 
 
-def _thresholds(model: Any, layers: Sequence[AttentionNode]) -> set[int]:
+def _thresholds(model: Any, windows: set[int]) -> set[int]:
     """Windows, and lengths that the model's configuration names."""
-    found = {layer.window for layer in layers}
+    found = {*windows}
     stack: list[Mapping[str, Any]] = [model.config.get_text_config().to_dict()]
     while stack:
         for name, value in stack.pop().items():
@@ -283,8 +310,8 @@ def _thresholds(model: Any, layers: Sequence[AttentionNode]) -> set[int]:
     return found
 
 
-def _late(model: Any, cache: _RandomCache, start: int, generator: np.random.Generator) -> list[_CheckStep]:
-    """A piece and a decode step after ``start`` cached tokens, beside a sequence of few ones."""
+def _late(model: Any, before: _RandomState, start: int, generator: np.random.Generator) -> list[_CheckStep]:
+    """A piece and a decode step after ``start`` tokens, beside a sequence of few ones."""
     starts = (start, min(3, start))
     sequences = [_CheckedSequence(_tokens(model, PIECE + 1, generator), cached=cached) for cached in starts]
     mask = np.ones((2, start), np.int64)
@@ -296,11 +323,11 @@ def _late(model: Any, cache: _RandomCache, start: int, generator: np.random.Gene
         places = np.array([[first + n for n in piece] for first in starts], np.int64)
         compared = [
             _Compared(entry, slice(column, column + 1), sequence, slice(n, n + 1),
-                      f"position {sequence.cached + n}, over a cache")
+                      f"position {sequence.cached + n}, over a random state")
             for entry, sequence in enumerate(sequences)
             for column, n in enumerate(piece)
         ]  # fmt: skip
-        past = steps[-1].grown() if steps else lambda name: cache.padded(name, starts)
+        past = steps[-1].grown() if steps else lambda name: before.padded(name, starts)
         steps.append(_CheckStep(ids, mask, places, past, compared))
     return steps
 
@@ -309,14 +336,9 @@ def _tokens(model: Any, count: int, generator: np.random.Generator) -> list[int]
     return generator.integers(1, model.config.get_text_config().vocab_size, size=count).tolist()
 
 
-def _empty(layers: Sequence[AttentionNode], entries: int) -> Callable[[str], Floats]:
+def _empty(kept: Mapping[str, _KeptTensor], entries: int) -> Callable[[str], Floats]:
     """``past`` of a first call."""
-
-    def past(name: str) -> Floats:
-        layer = layers[int(name.split(".")[1])]
-        return np.zeros((entries, layer.kv_heads, 0, layer.head_size), np.float32)
-
-    return past
+    return lambda name: np.zeros((entries, *kept[name].shape(0)), np.float32)
 
 
 def _run_graph(graph: SegmentedGraph, steps: Sequence[_CheckStep], progress: _Progress) -> None:
@@ -334,7 +356,7 @@ def _run_graph(graph: SegmentedGraph, steps: Sequence[_CheckStep], progress: _Pr
 
 
 def _run_transformers(
-    stream: LayerStream, sequences: Sequence[_CheckedSequence], cache: _RandomCache, progress: _Progress
+    stream: LayerStream, sequences: Sequence[_CheckedSequence], before: _RandomState, progress: _Progress
 ) -> None:
     """Compute the logits of each sequence in one call of the unchanged model, layer by layer."""
     states: list[LayerState] = progress.left or [LayerState() for _ in sequences]
@@ -342,20 +364,20 @@ def _run_transformers(
     for layer in ProgressBar(left, title="transformers", unit="layer", total=len(stream), done=progress.done):
         with stream.loaded(layer):
             for number, sequence in enumerate(sequences):
-                with _inputs(stream.model, sequence, cache, layer) as inputs:
+                with _inputs(stream.model, sequence, before, layer) as inputs:
                     states[number] = stream.run(layer, states[number], **inputs)
         progress.keep(layer + 1, states)
     for sequence, state in zip(sequences, states, strict=True):
-        with _inputs(stream.model, sequence, cache, len(stream)) as inputs:
+        with _inputs(stream.model, sequence, before, len(stream)) as inputs:
             sequence.logits = stream.finish(state, **inputs).logits[0].numpy()
 
 
 @contextmanager
-def _inputs(model: Any, sequence: _CheckedSequence, cache: _RandomCache, layer: int) -> Generator[dict[str, Any]]:
-    """What the model is called with. After a cache, masks and positions are what transformers makes for its length.
+def _inputs(model: Any, sequence: _CheckedSequence, before: _RandomState, layer: int) -> Generator[dict[str, Any]]:
+    """What the model is called with. After other tokens, masks and positions are what transformers makes for these.
 
-    transformers' caches hold what a family stores (compressed latents, shared layers); the keys and values of the graph
-    are those that its attention gets, so they are put in there.
+    transformers' caches hold what a family stores (compressed latents, shared layers); the state of the graph is what
+    its operators get, so it is put in there.
     """
     start, count = sequence.cached, len(sequence.tokens)
     inputs: dict[str, Any] = {"input_ids": torch.tensor([sequence.tokens])}
@@ -369,7 +391,7 @@ def _inputs(model: Any, sequence: _CheckedSequence, cache: _RandomCache, layer: 
 
     inputs["position_ids"] = torch.arange(start, start + count)[None]
     inputs["past_key_values"] = _length_only(start)
-    with after_tokens(model, lambda part: torch.from_numpy(cache.one(layer, part, start))):
+    with state_resumed(model, lambda name: torch.from_numpy(before.one(f"{PAST}.{layer}.{name}", start))):
         yield inputs
 
 
@@ -389,6 +411,15 @@ def _length_only(length: int) -> Any:
 
         def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
             return length + query_length, 0
+
+        def is_recording_past(self, layer_idx: int) -> bool:
+            return True  # so that one token goes the way of several
+
+        def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+            return None
+
+        def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+            return conv_states
 
     return LengthOnly(layers=[])
 

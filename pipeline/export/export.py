@@ -26,6 +26,7 @@ from tapeout.artifact import Parents
 from tapeout.errors import ExportError
 from tapeout.file_hashes import sha256_file
 from tapeout.graph_analysis import find_groups, find_rotary
+from tapeout.operators import graph_state
 from tapeout.operators.attention import AttentionNode
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import save_graph
@@ -76,7 +77,8 @@ def export(
         for node in graph_model.graph:
             node.metadata_props.clear()  # the exporter's stack traces, with paths of this machine
         groups, rotary = find_groups(graph_model, aliases), find_rotary(graph_model)
-        layers = AttentionNode.all(graph_model.graph)
+        state = graph_state(graph_model.graph, "float32")
+        attention = next(iter(AttentionNode.all(graph_model.graph)), None)
         save_graph(graph_model, draft.folder / MODEL_FILE)
         progress("comparing with transformers")
         key = {
@@ -100,11 +102,12 @@ def export(
         config = model.config.get_text_config()
         record = PortableGraph(
             architecture=type(model).__name__,
-            layers=len(layers),
+            layers=config.num_hidden_layers,
+            state=state,
             hidden_size=config.hidden_size,
-            heads=layers[0].heads,
-            kv_heads=layers[0].kv_heads,
-            head_size=layers[0].head_size,
+            heads=attention.heads if attention else 0,
+            kv_heads=attention.kv_heads if attention else 0,
+            head_size=attention.head_size if attention else 0,
             vocab_size=int(model.get_output_embeddings().weight.shape[0]),
             tied_embeddings=bool(aliases),
             embedding=_parameter_name(model, model.get_input_embeddings().weight),

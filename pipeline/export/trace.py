@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,10 @@ import torch
 
 from pipeline.export.decompose import decomposed_where_needed
 from tapeout.errors import ExportError, one_line
+from tapeout.layer_stream import decoder_layers
 from tapeout.mapped_weights import weightless
-from tapeout.operators import DOMAIN, operator_of, operators
+from tapeout.operators import DOMAIN, PAST, PRESENT, operator_of, operators
+from tapeout.operators.hub_functions import functions_replaced, hub_functions
 from tapeout.operators.operator import Operator, TracedState
 
 OPSET = 23
@@ -33,9 +36,12 @@ class _Tracer:
     """See :class:`tapeout.operators.operator.Tracer`."""
 
     positions: int
-    kept: list[tuple[TracedState, ...]] = field(default_factory=list[tuple[TracedState, ...]])  # of each node
+    kept: list[tuple[int, TracedState]] = field(default_factory=list[tuple[int, TracedState]])  # with its layer
     calls: int = 0
+    layer: int = 0  # that is running
+    called: set[int] = field(default_factory=set[int])  # layers with a node
     emits: bool = False
+    _names: Counter[tuple[int, str]] = field(default_factory=Counter[tuple[int, str]])
     _mask: torch.Tensor | None = None
     _past: Sequence[torch.Tensor] = ()  # of all nodes
     presents: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -43,6 +49,7 @@ class _Tracer:
     def start(self, mask: torch.Tensor | None = None, past: Sequence[torch.Tensor] = ()) -> None:
         """Before each run of the model; without ``mask`` it is the first one."""
         self.calls, self.emits, self.presents, self._mask, self._past = 0, mask is not None, [], mask, past
+        self._names.clear()
         if not self.emits:
             self.kept = []
 
@@ -52,11 +59,16 @@ class _Tracer:
         return self._mask
 
     def names(self) -> list[str]:
-        """``NODE.TENSOR`` of all state, in the order of inputs and outputs."""
-        return [f"{node}.{state.name}" for node, kept in enumerate(self.kept) for state in kept]
+        """``LAYER.TENSOR`` of all state, in the order of inputs and outputs."""
+        return [f"{layer}.{state.name}" for layer, state in self.kept]
 
     def states(self) -> list[TracedState]:
-        return [state for kept in self.kept for state in kept]
+        return [state for _, state in self.kept]
+
+    def unique(self, name: str) -> str:
+        count = self._names[self.layer, name]
+        self._names[self.layer, name] += 1
+        return f"{name}{count}" if count else name
 
     def node(
         self,
@@ -67,8 +79,9 @@ class _Tracer:
         tokens: int,
     ) -> torch.Tensor:
         self.calls += 1
+        self.called.add(self.layer)
         if not self.emits:
-            self.kept.append(tuple(state))
+            self.kept += ((self.layer, each) for each in state)
             return torch.zeros_like(inputs[0])
         first = len(self.presents)
         past = self._past[first : first + len(state)]
@@ -116,12 +129,15 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     """Trace ``model`` (eval mode) to an ONNX IR model whose parameters keep their checkpoint names.
 
     Inputs ``input_ids [B, S]``, ``attention_mask [B, P+S]`` (0 marks left padding), ``position_ids [B, S]`` (all
-    int64), ``past_key_values.N.key|value [B, kv_heads, P, head_size]``; outputs ``logits [B, S, V]`` and
-    ``present.N.key|value [B, kv_heads, P+S, head_size]``.
+    int64), and the state of each layer N: ``past_key_values.N.key|value [B, kv_heads, P, head_size]`` of attention,
+    ``past_key_values.N.conv [B, C, K-1]`` of a convolution; outputs ``logits [B, S, V]`` and the same state after the
+    tokens, ``present.N.key|value [B, kv_heads, P+S, head_size]`` and so on.
     """
     _refuse_unsupported(model)
     tracer = _Tracer(longest(model))
-    with weightless(model), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        for each in (weightless(model), _unknown_functions_refused(model), _layers_followed(model, tracer)):
+            stack.enter_context(each)
         for operator in operators().values():
             stack.enter_context(operator.traced(model, tracer))
         progress("tracing")
@@ -154,19 +170,47 @@ def longest(model: Any) -> int:
 
 
 def _refuse_unsupported(model: Any) -> None:
-    """Refuse what a graph of linears and attention cannot hold: routers of experts, and state beside the KV cache."""
+    """Refuse routers of experts, which a graph of linears cannot hold."""
     for name, module in model.named_modules():
-        kind = ""
         if name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts"):
-            kind = "is a mixture of experts"
-        elif isinstance(module, torch.nn.Conv1d):
-            kind = "keeps a state beside its KV cache: it mixes tokens by a convolution"
-        if kind:
             raise ExportError(
-                f"{type(model).__name__} {kind} ({name})",
-                expected="a dense decoder whose tokens meet in attention only",
-                remedy="choose a dense model; mixtures of experts, recurrent and hybrid models are not supported",
+                f"{type(model).__name__} is a mixture of experts ({name})",
+                expected="a dense decoder",
+                remedy="choose a dense model; mixtures of experts are not supported",
             )
+
+
+@contextlib.contextmanager
+def _unknown_functions_refused(model: Any) -> Generator[None]:
+    """Functions that keep a state, and that no operator computes, stop the trace by name."""
+    known = {name for operator in operators().values() for name in operator.functions}
+
+    def refusal(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise ExportError(
+                f"{type(model).__name__} computes {name}, which keeps a state that no graph of ours has",
+                expected="a decoder whose tokens meet in attention and short convolutions only (docs/models.md)",
+                remedy="choose another model; recurrences such as Mamba's and the gated delta rule are not supported",
+            )
+
+        return refuse
+
+    with functions_replaced(model, {name: refusal(name) for name in hub_functions(model).keys() - known}):
+        yield
+
+
+@contextlib.contextmanager
+def _layers_followed(model: Any, tracer: _Tracer) -> Generator[None]:
+    """Tell the tracer which decoder layer runs."""
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, number=number: setattr(tracer, "layer", number))
+        for number, layer in enumerate(decoder_layers(model))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _see_state(model: Any, tracer: _Tracer) -> None:
@@ -174,12 +218,12 @@ def _see_state(model: Any, tracer: _Tracer) -> None:
     tracer.start()
     model(input_ids=torch.zeros(1, 3, dtype=torch.int64), position_ids=torch.arange(3)[None], use_cache=False)
     layers = model.config.get_text_config().num_hidden_layers
-    if tracer.calls != layers:
+    if missing := sorted({*range(layers)} - tracer.called):
         raise ExportError(
-            f"{type(model).__name__} called the attention interface {tracer.calls} times",
-            expected=f"once for each of its {layers} layers",
-            remedy="recurrent, hybrid and encoder-decoder models, and attention outside transformers' attention "
-            "interface, are not supported",
+            f"layers {', '.join(map(str, missing[:8]))} of {type(model).__name__} call neither transformers' attention "
+            "interface nor another operator that an export keeps",
+            expected=f"a call in each of its {layers} layers",
+            remedy="encoder-decoder models, and attention outside transformers' attention interface, are not supported",
         )
 
 
@@ -203,9 +247,9 @@ def _export_program(model: Any, tracer: _Tracer) -> Any:
                     "input_ids",
                     "attention_mask",
                     "position_ids",
-                    *(f"past_key_values.{name}" for name in tracer.names()),
+                    *(f"{PAST}.{name}" for name in tracer.names()),
                 ],
-                output_names=["logits", *(f"present.{name}" for name in tracer.names())],
+                output_names=["logits", *(f"{PRESENT}.{name}" for name in tracer.names())],
                 dynamic_shapes=(
                     row,
                     row,

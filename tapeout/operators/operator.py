@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx_ir as ir
     import torch
+    from numpy.typing import NDArray
 
     from tapeout.state import LayerState
+
+# (layer, name of the state's tensor, values that are about to be kept) -> what is kept in their place
+StateChange: TypeAlias = "Callable[[int, str, torch.Tensor], torch.Tensor]"
+# (name of the state's tensor) -> what the tokens before left in the layer that is computed, as the graph has it
+StateBefore: TypeAlias = "Callable[[str], torch.Tensor]"
 
 
 @dataclass(frozen=True)
 class TracedState:
     """A tensor that a node keeps between calls: it takes what was there, and gives what is there now.
 
-    ``shape``: before any token, without the batch. ``grows``: the axis of it, counted with the batch, that is longer by
-    each token; None for a state of one size.
+    ``name``: unique in its layer. ``shape``: before any token, without the batch. ``grows``: the axis of it, counted
+    with the batch, that is longer by each token; None for a state of one size.
     """
 
     name: str
@@ -47,6 +54,10 @@ class Tracer(Protocol):
         """Nodes of this run so far."""
         ...
 
+    def unique(self, name: str) -> str:
+        """``name`` for the first state of that name in a layer, ``name1`` for the second, and so on."""
+        ...
+
     def node(
         self,
         operator: Operator,
@@ -60,7 +71,15 @@ class Tracer(Protocol):
 
 
 class Operator(Protocol):
-    name: str  # the type of its nodes
+    """``name``: the type of its nodes. ``functions``: names of transformers' replaceable functions that it computes.
+
+    ``before``, ``after``: what groups of linears are called that it reads from, and that read from it.
+    """
+
+    name: str
+    functions: frozenset[str]
+    before: str
+    after: str
 
     def function(self) -> ir.Function:
         """Its meaning in standard operators of the ONNX opset."""
@@ -70,9 +89,27 @@ class Operator(Protocol):
         """What a node keeps between calls. ``dtype``: of a cache of keys and values; other state has its own."""
         ...
 
+    def scale(self, node: ir.Node, name: str, seen: NDArray[np.float32], tokens: int) -> float:
+        """What normally distributed numbers are multiplied by, to be a state that so many ``tokens`` may leave.
+
+        ``seen``: the tensor ``name`` of the node's state, as a few real tokens leave it.
+        """
+        ...
+
     def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
         """Let a stock transformers model emit nodes of this operator where it would compute it itself.
 
         :class:`tapeout.errors.ExportError` where the model computes something else.
         """
+        ...
+
+    def changed(self, model: Any, change: StateChange) -> AbstractContextManager[None]:
+        """Run a stock transformers model with what each call keeps passed through ``change``.
+
+        That is how a state of fewer bits is measured. Where state is always kept in float32, nothing is passed.
+        """
+        ...
+
+    def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
+        """Run one layer of a stock transformers model, without a cache of its own, as if tokens came ``before``."""
         ...

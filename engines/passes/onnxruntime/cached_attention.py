@@ -41,7 +41,9 @@ from engines.passes.base import (
     sizes,
 )
 from engines.passes.graph.linears import is_linear
+from engines.passes.onnxruntime.step_inputs import drop_mask, step_inputs
 from tapeout.errors import BuildError
+from tapeout.operators import layer_of_node
 from tapeout.operators.attention import AttentionNode, is_attention
 
 
@@ -51,18 +53,14 @@ def run(lowering: Lowering) -> PassResult:
     if not nodes:
         return PassResult(0, ("no attention in the graph",))
     dtype = f"int{lowering.kv_bits}" if lowering.kv_scales else "float32"
-    for layer, node in enumerate(nodes):
-        _require_kernel(lowering, layer, dtype, dimension(node.inputs[4], 3))
-    shapes = {OFFSETS: ["offsets"], STARTS: ["sequences"], BLOCK_TABLE: ["sequences", "columns"]}
-    where = [
-        ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.INT32))
-        for name, shape in shapes.items()
-    ]
-    model.graph.inputs.extend(where)
+    for node in nodes:
+        _require_kernel(lowering, layer_of_node(node), dtype, dimension(node.inputs[4], 3))
+    where = step_inputs(model, OFFSETS, STARTS, BLOCK_TABLE)
     notes: list[str] = []
-    for layer, node in enumerate(nodes):
+    for node in nodes:
+        layer = layer_of_node(node)
         notes += (f"layer {layer}: {note}" for note in _lower(lowering, layer, node, where))
-    model.graph.inputs.remove(next(i for i in model.graph.inputs if i.name == "attention_mask"))
+    drop_mask(model)
     del model.functions[("tapeout", "Attention", "")]
     model.opset_imports[DOMAIN] = 1
     return PassResult(len(nodes), tuple(notes))

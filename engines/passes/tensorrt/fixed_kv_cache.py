@@ -22,6 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from engines.passes.base import Lowering, PassResult, attribute, constant, dimension, remove_dead, sizes
+from tapeout.operators import layer_of_node
 from tapeout.operators.attention import is_attention
 
 OPSET = 24  # of TensorScatter, and of Attention with nonpad_kv_seqlen
@@ -36,7 +37,7 @@ def run(lowering: Lowering) -> PassResult:
     mask = next(i for i in model.graph.inputs if i.name == "attention_mask")
     model.graph.inputs[model.graph.inputs.index(mask)] = write
     masks: dict[int, ir.Value] = {}
-    notes = [_lower(lowering, layer, node, write, masks) for layer, node in enumerate(nodes)]
+    notes = [_lower(lowering, layer_of_node(node), node, write, masks) for node in nodes]
     del model.functions[("tapeout", "Attention", "")]
     model.opset_imports[""] = OPSET
     return PassResult(len(nodes), tuple(note for note in notes if note))

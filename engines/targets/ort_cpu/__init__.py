@@ -65,7 +65,7 @@ class OrtCpu(GraphTarget):
             )
 
     def passes(self) -> Passes:
-        from engines.passes.graph import linears, logit_positions, merge_linears, rotary_tables
+        from engines.passes.graph import linears, logit_positions, merge_linears, rotary_tables, transposes
         from engines.passes.onnxruntime import (
             block_linears,
             cached_attention,
@@ -75,6 +75,7 @@ class OrtCpu(GraphTarget):
             linear_kernels,
             norm_rows,
             norms,
+            recurrent_conv,
             silu,
             static_int8_linears,
         )
@@ -86,6 +87,8 @@ class OrtCpu(GraphTarget):
                 linears,
                 merge_linears,
                 cached_attention,
+                transposes,
+                recurrent_conv,
                 norms,
                 silu,
                 logit_positions,

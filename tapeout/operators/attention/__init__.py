@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tapeout.operators import DOMAIN
 from tapeout.state import Paged, StateTensor
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    from numpy.typing import NDArray
 
-    from tapeout.operators.operator import Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, Tracer
 
 NAME = "Attention"
 
@@ -39,7 +43,7 @@ class AttentionNode:
 
     @classmethod
     def all(cls, nodes: Iterable[ir.Node]) -> list[AttentionNode]:
-        """Of a graph, in its order, which is that of layers."""
+        """Of a graph, in its order."""
         return [cls.of(node) for node in nodes if is_attention(node)]
 
 
@@ -47,6 +51,8 @@ class Attention:
     """See :class:`tapeout.operators.operator.Operator`."""
 
     name = NAME
+    functions = frozenset[str]()  # attention has an interface of its own
+    before, after = "qkv", "o"
 
     def function(self) -> ir.Function:
         from tapeout.operators.attention.function import attention_function
@@ -58,6 +64,28 @@ class Attention:
         shape = found.kv_heads, found.head_size
         tensors = tuple(StateTensor(name=name, shape=shape, dtype=dtype) for name in ("key", "value"))
         return Paged(layer=layer, tensors=tensors, window=found.window)
+
+    def scale(self, node: ir.Node, name: str, seen: NDArray[np.float32], tokens: int) -> float:
+        """Scores of about one, and values as large as the model's own after so many are averaged.
+
+        Where scores have a soft cap, the largest ones come near it.
+        """
+        found = AttentionNode.of(node)
+        if name == "key":
+            norm = float(np.sqrt((seen**2).sum(-1).mean()))
+            return max(1.0, found.softcap / 8) / max(found.scale * norm, 1e-6)
+        visible = min(tokens, found.window or tokens)
+        return float(np.sqrt((seen**2).mean())) * math.sqrt(visible / 2)
+
+    def changed(self, model: Any, change: StateChange) -> AbstractContextManager[None]:
+        from tapeout.operators.attention.in_torch import kv_function
+
+        return kv_function(model, lambda layer, key, value: (change(layer, "key", key), change(layer, "value", value)))
+
+    def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
+        from tapeout.operators.attention.in_torch import after_tokens
+
+        return after_tokens(model, before)
 
     def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
         from tapeout.operators.attention.tracing import attention_traced

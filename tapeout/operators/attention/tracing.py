@@ -89,7 +89,8 @@ class _TracedAttention:
             "softcap": float(softcap or 0.0),
             "window": self.windows[call],
         }
-        kept = [TracedState(part, (int(key.shape[1]), 0, int(head_size)), grows=2) for part in ("key", "value")]
+        shape = int(key.shape[1]), 0, int(head_size)
+        kept = [TracedState(self.tracer.unique(part), shape, grows=2) for part in ("key", "value")]
         inputs = [query, key, value, *([self.tracer.mask] if self.tracer.emits else [])]
         return self.tracer.node(attention.OPERATOR, inputs, attributes, kept, query.shape[2]).transpose(1, 2), None
 

@@ -1,0 +1,101 @@
+/* CausalConv: each channel's convolution over the last K tokens of its sequence, whose state is a row of a pool.
+
+     x [.., M, C] float: the tokens of all sequences, one sequence after the other
+     weight [K, C] float, bias [C] float or none
+     state [slots, K - 1, C] float: x of the tokens before; written in place
+     offsets [B + 1] int32: the first token of each sequence; starts [B] int32: its position, at 0 the state is zeros
+     slots [B] int32: the row of each sequence
+     y as x: bias + sum over k of weight[k] * x[token - (K - 1) + k], summed in this order */
+#include "ort.h"
+#include "vector.h"
+
+enum { MAX_RANK = 8, MOST_TAPS = 16, AT_ONCE = 256 /* channels of a job */ };
+
+typedef struct {
+  Base base;
+  Tensor weight, bias; /* where they are constant */
+} Kernel;
+
+typedef struct {
+  int64_t C, K, jobs; /* jobs of a sequence */
+  const float *x, *weight, *bias;
+  float *state, *y;
+  const int32_t *offsets, *starts, *slots;
+} Work;
+
+/* Some channels of one sequence. `count`: LANES, or fewer at the end, whose vectors are filled up with zeros. */
+static void convolve(const Work* w, int64_t sequence, int64_t first, int64_t count) {
+  const int64_t C = w->C, K = w->K;
+  const size_t bytes = count * sizeof(float);
+  float* kept = w->state + (int64_t)w->slots[sequence] * (K - 1) * C + first;
+  F32x16 taps[MOST_TAPS] = {0}, window[MOST_TAPS] = {0}, bias = {0};
+  for (int64_t k = 0; k < K; k++) memcpy(&taps[k], w->weight + k * C + first, bytes);
+  if (w->bias) memcpy(&bias, w->bias + first, bytes);
+  if (w->starts[sequence])
+    for (int64_t k = 0; k + 1 < K; k++) memcpy(&window[k], kept + k * C, bytes);
+  for (int64_t token = w->offsets[sequence]; token < w->offsets[sequence + 1]; token++) {
+    memcpy(&window[K - 1], w->x + token * C + first, bytes);
+    F32x16 sum = bias;
+    for (int64_t k = 0; k < K; k++) sum = vfma(taps[k], window[k], sum);
+    memcpy(w->y + token * C + first, &sum, bytes);
+    for (int64_t k = 0; k + 1 < K; k++) window[k] = window[k + 1];
+  }
+  for (int64_t k = 0; k + 1 < K; k++) memcpy(kept + k * C, &window[k], bytes);
+}
+
+static void convolve_job(void* state, size_t number) {
+  const Work* w = state;
+  const int64_t sequence = (int64_t)number / w->jobs, begin = (int64_t)number % w->jobs * AT_ONCE;
+  const int64_t end = begin + AT_ONCE < w->C ? begin + AT_ONCE : w->C;
+  if (w->offsets[sequence] == w->offsets[sequence + 1]) return; /* no new tokens: its state stays */
+  for (int64_t i = begin; i < end; i += LANES) convolve(w, sequence, i, end - i < LANES ? end - i : LANES);
+}
+
+/* Whether every sequence lies within the tokens, and has a row of the state; the engine gives each its own. */
+static int fits(const Work* w, int64_t sequences, int64_t tokens, int64_t rows) {
+  if (w->offsets[0] || w->offsets[sequences] != tokens) return 0;
+  for (int64_t b = 0; b < sequences; b++) {
+    if (w->offsets[b] > w->offsets[b + 1] || w->starts[b] < 0 || w->slots[b] < 0 || w->slots[b] >= rows) return 0;
+  }
+  return 1;
+}
+
+static Status* compute(void* self, Context* context) {
+  const Kernel* k = self;
+  Api api = k->base.api;
+  Tensor x, weight, bias, state, offsets, starts, slots;
+  TRY(input(api, context, 0, NULL, &x));
+  TRY(input(api, context, 1, &k->weight, &weight));
+  TRY(input(api, context, 2, &k->bias, &bias));
+  TRY(input(api, context, 3, NULL, &state));
+  TRY(input(api, context, 4, NULL, &offsets));
+  TRY(input(api, context, 5, NULL, &starts));
+  TRY(input(api, context, 6, NULL, &slots));
+  if (!x.present || x.type != FLOAT || x.rank < 2 || x.rank > MAX_RANK)
+    return failure(api, ERROR_ARGUMENT, "CausalConv: x is not [.., M, C] float");
+  const int64_t C = x.dims[x.rank - 1], tokens = C ? x.elements / C : 0;
+  if (!C || !weight.present || weight.type != FLOAT || weight.rank != 2 || weight.dims[0] < 2 ||
+      weight.dims[0] > MOST_TAPS || weight.dims[1] != C)
+    return failure(api, ERROR_ARGUMENT, "CausalConv: the weight is not [2 to 16, C] float");
+  const int64_t K = weight.dims[0], sequences = starts.elements;
+  if (bias.present && !holds(&bias, FLOAT, C))
+    return failure(api, ERROR_ARGUMENT, "CausalConv: the bias is not [C] float");
+  if (!state.present || state.type != FLOAT || state.rank != 3 || state.dims[1] != K - 1 || state.dims[2] != C)
+    return failure(api, ERROR_ARGUMENT, "CausalConv: the state is not [slots, K - 1, C] float");
+  Work w = {.C = C, .K = K, .jobs = (C + AT_ONCE - 1) / AT_ONCE, .x = x.data, .weight = weight.data, .bias = bias.data};
+  w.state = state.data, w.offsets = offsets.data, w.starts = starts.data, w.slots = slots.data;
+  if (!holds(&offsets, INT32, sequences + 1) || !holds(&starts, INT32, sequences) || !holds(&slots, INT32, sequences) ||
+      !fits(&w, sequences, tokens, state.dims[0]))
+    return failure(api, ERROR_ARGUMENT, "CausalConv: offsets, starts or slots do not fit the tokens and the state");
+  TRY(output(api, context, 0, x.dims, x.rank, &w.y));
+  return sequences ? parallel(api, context, k->base.threads, convolve_job, sequences * w.jobs, &w, NULL) : NULL;
+}
+
+static Status* create(const Op* op, Api api, const Info* info, void** self) {
+  Kernel found = {.base = {api, threads_of(op)}};
+  TRY(constant_input(api, info, 1, &found.weight));
+  TRY(constant_input(api, info, 2, &found.bias));
+  return keep_kernel(&found, sizeof found, self);
+}
+
+const Implementation causal_conv = {create, compute};

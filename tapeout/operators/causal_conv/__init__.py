@@ -1,0 +1,84 @@
+"""A causal convolution of each channel over the last few tokens: the short convolution of LFM2, Mamba and others.
+
+A sequence keeps the inputs of its last K - 1 tokens.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tapeout.operators import DOMAIN
+from tapeout.state import Recurrent, StateTensor
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from numpy.typing import NDArray
+
+    from tapeout.operators.operator import StateBefore, StateChange, Tracer
+
+NAME = "CausalConv"
+STATE = "conv"
+PAST_INPUT = 4
+
+
+@dataclass(frozen=True)
+class CausalConvNode:
+    """What a node of a portable graph fixes. ``taps``: tokens that an output depends on, itself included."""
+
+    channels: int
+    taps: int
+
+    @classmethod
+    def of(cls, node: ir.Node) -> CausalConvNode:
+        past = node.inputs[PAST_INPUT]
+        assert past is not None and past.shape is not None
+        _, kept, channels = past.shape
+        assert isinstance(channels, int) and isinstance(kept, int)
+        return cls(channels, kept + 1)
+
+
+class CausalConv:
+    """See :class:`tapeout.operators.operator.Operator`."""
+
+    name = NAME
+    functions = frozenset({"causal_conv1d_fn", "causal_conv1d_update"})
+    before, after = "conv_in", "conv_out"
+
+    def function(self) -> ir.Function:
+        from tapeout.operators.causal_conv.function import causal_conv_function
+
+        return causal_conv_function()
+
+    def state(self, node: ir.Node, layer: int, dtype: str) -> Recurrent:
+        past = node.inputs[PAST_INPUT]
+        assert past is not None and past.name is not None
+        found = CausalConvNode.of(node)
+        tensor = StateTensor(name=past.name.rpartition(".")[2], shape=(found.taps - 1, found.channels), dtype="float32")
+        return Recurrent(layer=layer, tensors=(tensor,))
+
+    def scale(self, node: ir.Node, name: str, seen: NDArray[np.float32], tokens: int) -> float:
+        return float(np.sqrt((seen**2).mean()))
+
+    def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
+        from tapeout.operators.causal_conv.in_torch import conv_traced
+
+        return conv_traced(model, tracer)
+
+    def changed(self, model: Any, change: StateChange) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
+        from tapeout.operators.causal_conv.in_torch import conv_resumed
+
+        return conv_resumed(model, before)
+
+
+OPERATOR = CausalConv()
+
+
+def is_causal_conv(node: ir.Node | None) -> bool:
+    return node is not None and (node.domain, node.op_type) == (DOMAIN, NAME)
