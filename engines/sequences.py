@@ -2,7 +2,8 @@
 
 A slot is the place of one sequence; slots are numbered from 0, and each has blocks for ``max_tokens`` positions. All
 calls go through :meth:`engines.protocol.Engine.step`, the same call that a scheduler makes. Recurrent state is that of
-a sequence's last position alone: an engine refuses to continue a sequence, or a copy of one, anywhere else.
+one position: where a sequence goes on from another one, the tokens between that and the nearest position before it at
+which a copy was kept are fed again, in the same step.
 
 B  batch entries      S  tokens fed in one call      V  vocabulary size
 """
@@ -14,9 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engines.bundle import SEQUENCE_SLOTS
 from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray, Wanted
+from engines.sequence_state import SequenceState
+from engines.state_slots import UNKNOWN
 from tapeout.errors import RequestError
-from tapeout.state import NO_SLOT
 
 
 class SlotEntry(NamedTuple):
@@ -24,7 +27,9 @@ class SlotEntry(NamedTuple):
 
     ``positions``: P indices into ``tokens`` whose logits are wanted, ascending (default: only the last). ``source``:
     another slot that holds the positions before ``start``. Its full blocks are shared in this step where the engine
-    can, the rest is copied; what the slot itself held is lost.
+    can, the rest is copied; what the slot itself held is lost, and after the step it holds nothing. ``resumed``: a
+    position after ``start`` from which others will go on; recurrent state is copied there, and not where the tokens
+    end.
     """
 
     slot: int
@@ -32,6 +37,7 @@ class SlotEntry(NamedTuple):
     start: int
     positions: Sequence[int] | None = None
     source: int | None = None
+    resumed: int | None = None
 
 
 class Sequences:
@@ -40,7 +46,8 @@ class Sequences:
     def __init__(self, engine: Engine, slots: int | None = None) -> None:
         has = engine.capabilities
         each = -(-has.max_tokens // has.block_tokens)
-        pools = [count for count in (has.blocks // each, has.slots) if count]  # of each kind of state that there is
+        # Of each kind of state that there is.
+        pools = [count for count in (has.blocks // each, has.slots // SEQUENCE_SLOTS) if count]
         most = min(has.max_batch, *pools)
         if slots is not None and not 1 <= slots <= most:
             raise RequestError(
@@ -51,7 +58,7 @@ class Sequences:
         self.engine, self.slots = engine, most if slots is None else slots
         self.digest, self.vocab_size, self.max_tokens = engine.digest, has.vocab_size, has.max_tokens
         self._tables = [range(slot * each, (slot + 1) * each) if has.blocks else () for slot in range(self.slots)]
-        self._state = range(self.slots) if has.slots else [NO_SLOT] * self.slots
+        self._states = [SequenceState(slot, self.slots + slot) for slot in range(self.slots if has.slots else 0)]
 
     def prefill(
         self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
@@ -59,12 +66,10 @@ class Sequences:
         """Feed S tokens at positions ``start .. start+S-1`` of one slot; float32 logits ``[len(positions), V]``.
 
         ``positions`` are indices into ``tokens`` whose logits are wanted, ascending (default: only the last).
-        ``start > 0`` continues a slot whose first ``start`` positions are valid; what was at or after
-        ``start`` is overwritten, so many continuations can follow one shared context in turn.
+        ``start > 0`` continues a slot whose first ``start`` positions are valid; what was at or after ``start`` is
+        overwritten, so many continuations can follow one shared context in turn.
         """
-        self._require_slots(slot, 1)
-        (result,) = self.engine.step([self._entry(slot, tokens, start, "logits", positions)])
-        return self._logits(result)
+        return self.feed([SlotEntry(slot, tokens, start, positions)])[0]
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> FloatArray:
         """One token for each of B neighbouring slots; float32 logits ``[B, V]``.
@@ -84,16 +89,22 @@ class Sequences:
         """Feed tokens to several slots, all in one step; float32 logits ``[P, V]`` of each."""
         has = self.engine.capabilities
         entries: list[Entry] = []
-        for slot, tokens, start, positions, source in batch:
+        for slot, tokens, start, positions, source, resumed in batch:
             self._require_slots(slot, 1)
-            entry = self._entry(slot, tokens, start, "logits", positions)
+            shared = 0
             if source is not None and source != slot:
                 self._require_slots(source, 1)
                 shared = start // has.block_tokens if has.shares_blocks else 0
                 self._copy(source, slot, start, shared)
+            entry = self._entry(slot, tokens, start, "logits", positions, resumed)
+            if source is not None and shared:
                 entry = entry._replace(blocks=[*self._tables[source][:shared], *entry.blocks[shared:]])
             entries.append(entry)
-        return [self._logits(result) for result in self.engine.step(entries)]
+        results = self._step(entries, [each.slot for each in batch])
+        for each in batch if self._states else ():
+            if each.source not in (None, each.slot):
+                self._states[each.slot].lose()
+        return [self._logits(result) for result in results]
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` KV positions of one slot to another."""
@@ -111,8 +122,14 @@ class Sequences:
         size, (before, after) = self.engine.capabilities.block_tokens, (self._tables[source], self._tables[target])
         for block in range(first_block, -(-length // size) if before else 0):
             self.engine.copy_block(before[block], after[block], min(length - block * size, size))
-        if self._state[target] != NO_SLOT:
-            self.engine.copy_state(self._state[source], self._state[target])
+        if self._states:
+            origin, state = self._states[source], self._states[target]
+            position, is_copy = origin.nearest(length)
+            state.forget()
+            if position:
+                self.engine.copy_state(origin.copy if is_copy else origin.slot, state.slot)
+                state.position = position
+            state.tokens = origin.tokens[:length]
 
     def _decode(self, tokens: Sequence[int], lengths: Sequence[int], first_slot: int, wanted: Wanted) -> list[Result]:
         self._require_slots(first_slot, len(tokens))
@@ -121,13 +138,52 @@ class Sequences:
                 f"decode of {len(tokens)} tokens with lengths {list(lengths)[:8]}",
                 expected="one length per token, of a slot that holds at least one position",
             )
-        fed = enumerate(zip(tokens, lengths, strict=True), first_slot)
-        return self.engine.step([self._entry(slot, (token,), length, wanted) for slot, (token, length) in fed])
+        fed = list(enumerate(zip(tokens, lengths, strict=True), first_slot))
+        entries = [self._entry(slot, (token,), length, wanted) for slot, (token, length) in fed]
+        return self._step(entries, [slot for slot, _ in fed])
 
     def _entry(
-        self, slot: int, tokens: Sequence[int], start: int, wanted: Wanted, positions: Sequence[int] | None = None
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        start: int,
+        wanted: Wanted,
+        positions: Sequence[int] | None = None,
+        resumed: int | None = None,
     ) -> Entry:
-        return Entry(tokens, start, self._tables[slot], wanted, positions, slot=self._state[slot])
+        if not self._states:
+            return Entry(tokens, start, self._tables[slot], wanted, positions)
+        state = self._states[slot]
+        if start > len(state.tokens):
+            raise RequestError(
+                f"slot {slot} holds {len(state.tokens)} positions, and the tokens begin at position {start}",
+                expected="tokens that continue what the slot holds",
+            )
+        begin, is_copy = state.nearest(start)
+        if is_copy:
+            self.engine.copy_state(state.copy, state.slot)
+        if state.copied > start:
+            state.copied = UNKNOWN  # tokens before it change
+        again = state.tokens[begin:start]
+        if positions is not None:
+            positions = [len(again) + position for position in positions]
+        # Where it went back to, it may again.
+        copied = resumed or (start if again else start + len(tokens) if len(tokens) > 1 and not is_copy else 0)
+        snapshots = [(copied, state.copy)] if copied > begin else ()
+        fed = [*again, *tokens]
+        return Entry(fed, begin, self._tables[slot], wanted, positions, slot=state.slot, snapshots=snapshots)
+
+    def _step(self, entries: Sequence[Entry], slots: Sequence[int]) -> list[Result]:
+        """Compute the entries of these slots, and note what their recurrent state is then."""
+        states = [self._states[slot] for slot in slots] if self._states else []
+        kept = [state.copied for state in states]
+        for state in states:
+            state.forget()
+        results = self.engine.step(entries)
+        for state, entry, result, copied in zip(states, entries, results, kept, strict=False):
+            if result.error is None:
+                state.fed(entry.start, entry.tokens, entry.snapshots[0][0] if entry.snapshots else copied)
+        return results
 
     def _logits(self, result: Result) -> FloatArray:
         if result.error is not None:

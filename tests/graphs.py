@@ -11,6 +11,7 @@ from safetensors import safe_open
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import LinearGroup, PortableGraph
+from tests.states import attention_state
 
 UNITS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -48,6 +49,7 @@ def llama_graph(checkpoint: Path, folder: Path) -> Artifact[PortableGraph]:
             PortableGraph(
                 architecture="LlamaForCausalLM",
                 layers=config["num_hidden_layers"],
+                state=attention_state(config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"]),
                 hidden_size=config["hidden_size"],
                 heads=config["num_attention_heads"],
                 kv_heads=config["num_key_value_heads"],

@@ -162,6 +162,7 @@ def lowering(
     record = PortableGraph(
         architecture="Test",
         layers=1,
+        state=(),
         hidden_size=hidden_size,
         heads=4,
         kv_heads=2,

@@ -12,6 +12,11 @@ def attention(layer: int, heads: int, head_size: int, dtype: str) -> Paged:
     return Paged(layer=layer, tensors=tuple(tensors))
 
 
+def attention_state(layers: int, heads: int, head_size: int) -> tuple[Paged, ...]:
+    """Of a dense decoder, in float."""
+    return tuple(attention(layer, heads, head_size, "float32") for layer in range(layers))
+
+
 def kv_dtype(io: IOContract) -> str:
     """The one type of all keys and values."""
     (dtype,) = {tensor.dtype for state in io.state for tensor in state.tensors}

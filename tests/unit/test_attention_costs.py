@@ -20,6 +20,7 @@ from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
 from tests.lowering import run
 from tests.native import own_cache
+from tests.states import attention_state
 
 Array = NDArray[np.float32]
 CONTEXT = 24
@@ -34,6 +35,7 @@ def graph(rotary: Rotary = "half", head_size: int = 16) -> PortableGraph:
     return PortableGraph(
         architecture="Test",
         layers=2,
+        state=attention_state(2, 2, head_size),
         hidden_size=64,
         heads=4,
         kv_heads=2,

@@ -27,6 +27,7 @@ from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tapeout.schemes import Scheme
 from tests.plans import written_plan
+from tests.states import attention_state
 
 LAYERS, HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD = 2, 64, 160, 96, 4, 2, 16
 MIXED = (
@@ -174,6 +175,7 @@ def make_inputs(folder: Path, *, tied: bool) -> tuple[Artifact[PortableGraph], A
         record = PortableGraph(
             architecture="LlamaForCausalLM",
             layers=LAYERS,
+            state=attention_state(LAYERS, KV_HEADS, HEAD),
             hidden_size=HIDDEN,
             heads=HEADS,
             kv_heads=KV_HEADS,

@@ -184,7 +184,8 @@ class EngineLM(TemplateLM):
         firsts, others, slot = list[SlotEntry](), list[SlotEntry](), 0
         for family in group:
             source, tokens = slot, family[0].tokens
-            firsts.append(SlotEntry(source, tokens, 0, range(_begin(family), len(tokens))))
+            resumed = min((text.shared for text in family if text.shared < len(text.tokens)), default=None)
+            firsts.append(SlotEntry(source, tokens, 0, range(_begin(family), len(tokens)), resumed=resumed))
             for text in family:
                 if fed := text.tokens[text.shared :]:
                     slot += 1
