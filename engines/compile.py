@@ -268,6 +268,6 @@ def _require_state(model: ir.Model, state: Sequence[LayerState], target: str) ->
         if dtype and value.dtype != CACHE_TYPES[dtype]:
             raise BuildError(
                 f"{value.name} is {value.dtype} after the passes of {target}",
-                expected=f"{CACHE_TYPES[dtype]}, for state in {dtype}",
+                expected=f"{CACHE_TYPES[dtype]}, for a KV cache in {dtype}",
                 remedy="set plan.kv_cache.dtype to float32, or build for a target with such a cache",
             )

@@ -42,5 +42,7 @@ class SequenceState:
 
     def fed(self, start: int, tokens: Sequence[int], copied: int) -> None:
         """A step has computed ``tokens`` from ``start`` on; the copy is of the position ``copied``."""
-        self.tokens[start:] = tokens
-        self.position, self.copied = start + len(tokens), copied
+        end = start + len(tokens)
+        if self.tokens[start:end] != [*tokens]:  # else what lies behind them holds
+            self.tokens[start:] = tokens
+        self.position, self.copied = end, copied

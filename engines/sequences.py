@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engines.bundle import SEQUENCE_SLOTS
-from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray, Wanted
+from engines.protocol import Engine, EngineCapabilities, Entry, FloatArray, Result, TokenArray, Wanted
 from engines.sequence_state import SequenceState
 from engines.state_slots import UNKNOWN
 from tapeout.errors import RequestError
@@ -41,22 +41,20 @@ class SlotEntry(NamedTuple):
 
 
 class Sequences:
-    """``slots``: as many as the engine has blocks for, unless given."""
+    """``slots``: as many as the engine has room for. ``max_tokens``: of each; the engine's unless given."""
 
-    def __init__(self, engine: Engine, slots: int | None = None) -> None:
+    def __init__(self, engine: Engine, slots: int | None = None, max_tokens: int | None = None) -> None:
         has = engine.capabilities
-        each = -(-has.max_tokens // has.block_tokens)
-        # Of each kind of state that there is.
-        pools = [count for count in (has.blocks // each, has.slots // SEQUENCE_SLOTS) if count]
-        most = min(has.max_batch, *pools)
+        self.max_tokens = has.max_tokens if max_tokens is None else max_tokens
+        most, each = room_for(has, self.max_tokens), -(-self.max_tokens // has.block_tokens)
         if slots is not None and not 1 <= slots <= most:
             raise RequestError(
-                f"{slots} sequences of {has.max_tokens} positions",
+                f"{slots} sequences of {self.max_tokens} positions",
                 expected=f"1 to {most}, which the engine has room for",
                 remedy="open the engine with more slots",
             )
         self.engine, self.slots = engine, most if slots is None else slots
-        self.digest, self.vocab_size, self.max_tokens = engine.digest, has.vocab_size, has.max_tokens
+        self.digest, self.vocab_size = engine.digest, has.vocab_size
         self._tables = [range(slot * each, (slot + 1) * each) if has.blocks else () for slot in range(self.slots)]
         self._states = [SequenceState(slot, self.slots + slot) for slot in range(self.slots if has.slots else 0)]
 
@@ -77,34 +75,21 @@ class Sequences:
         Entry i is slot ``first_slot + i``, which already holds ``lengths[i]`` positions; its token is written at
         position ``lengths[i]``.
         """
-        results = self._decode(tokens, lengths, first_slot, "logits")
-        return np.concatenate([self._logits(result) for result in results])
+        return np.concatenate(self.feed(self._decoded(tokens, lengths, first_slot)))
 
     def decode_greedy(self, tokens: Sequence[int], lengths: Sequence[int], *, first_slot: int = 0) -> TokenArray:
         """As :meth:`decode`, but only the likeliest token of each entry, the first of equals; int64 ``[B]``."""
-        results = self._decode(tokens, lengths, first_slot, "token")
-        return np.fromiter((_token(result) for result in results), np.int64, len(results))
+        return np.concatenate(self.choose(self._decoded(tokens, lengths, first_slot)))
 
     def feed(self, batch: Sequence[SlotEntry]) -> list[FloatArray]:
         """Feed tokens to several slots, all in one step; float32 logits ``[P, V]`` of each."""
-        has = self.engine.capabilities
-        entries: list[Entry] = []
-        for slot, tokens, start, positions, source, resumed in batch:
-            self._require_slots(slot, 1)
-            shared = 0
-            if source is not None and source != slot:
-                self._require_slots(source, 1)
-                shared = start // has.block_tokens if has.shares_blocks else 0
-                self._copy(source, slot, start, shared)
-            entry = self._entry(slot, tokens, start, "logits", positions, resumed)
-            if source is not None and shared:
-                entry = entry._replace(blocks=[*self._tables[source][:shared], *entry.blocks[shared:]])
-            entries.append(entry)
-        results = self._step(entries, [each.slot for each in batch])
-        for each in batch if self._states else ():
-            if each.source not in (None, each.slot):
-                self._states[each.slot].lose()
-        return [self._logits(result) for result in results]
+        empty = np.empty((0, self.vocab_size), np.float32)
+        return [empty if result.logits is None else result.logits for result in self._step(batch, "logits")]
+
+    def choose(self, batch: Sequence[SlotEntry]) -> list[TokenArray]:
+        """As :meth:`feed`, but only the likeliest token of each position, the first of equals; int64 ``[P]``."""
+        empty = np.empty(0, np.int64)
+        return [empty if result.tokens is None else result.tokens for result in self._step(batch, "token")]
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` KV positions of one slot to another."""
@@ -131,28 +116,45 @@ class Sequences:
                 state.position = position
             state.tokens = origin.tokens[:length]
 
-    def _decode(self, tokens: Sequence[int], lengths: Sequence[int], first_slot: int, wanted: Wanted) -> list[Result]:
+    def _decoded(self, tokens: Sequence[int], lengths: Sequence[int], first_slot: int) -> list[SlotEntry]:
         self._require_slots(first_slot, len(tokens))
         if len(tokens) != len(lengths) or min(lengths) < 1:
             raise RequestError(
                 f"decode of {len(tokens)} tokens with lengths {list(lengths)[:8]}",
                 expected="one length per token, of a slot that holds at least one position",
             )
-        fed = list(enumerate(zip(tokens, lengths, strict=True), first_slot))
-        entries = [self._entry(slot, (token,), length, wanted) for slot, (token, length) in fed]
-        return self._step(entries, [slot for slot, _ in fed])
+        fed = enumerate(zip(tokens, lengths, strict=True), first_slot)
+        return [SlotEntry(slot, (token,), length) for slot, (token, length) in fed]
 
-    def _entry(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        start: int,
-        wanted: Wanted,
-        positions: Sequence[int] | None = None,
-        resumed: int | None = None,
-    ) -> Entry:
+    def _step(self, batch: Sequence[SlotEntry], wanted: Wanted) -> list[Result]:
+        """One step. :class:`RequestError` of the first entry that has one."""
+        entries = [self._entry(each, wanted) for each in batch]
+        states = [self._states[each.slot] for each in batch] if self._states else []
+        copied = [state.copied for state in states]
+        for state in states:
+            state.forget()
+        results = self.engine.step(entries)
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        for state, each, entry, before in zip(states, batch, entries, copied, strict=False):
+            state.fed(entry.start, entry.tokens, entry.snapshots[0][0] if entry.snapshots else before)
+            if each.source not in (None, each.slot):
+                state.lose()
+        return results
+
+    def _entry(self, each: SlotEntry, wanted: Wanted) -> Entry:
+        slot, tokens, start, positions, source, resumed = each
+        self._require_slots(slot, 1)
+        blocks: Sequence[int] = self._tables[slot]
+        if source is not None and source != slot:
+            self._require_slots(source, 1)
+            has = self.engine.capabilities
+            shared = start // has.block_tokens if has.shares_blocks else 0
+            self._copy(source, slot, start, shared)
+            blocks = [*self._tables[source][:shared], *blocks[shared:]] if shared else blocks
         if not self._states:
-            return Entry(tokens, start, self._tables[slot], wanted, positions)
+            return Entry(tokens, start, blocks, wanted, positions)
         state = self._states[slot]
         if start > len(state.tokens):
             raise RequestError(
@@ -170,33 +172,18 @@ class Sequences:
         # Where it went back to, it may again.
         copied = resumed or (start if again else start + len(tokens) if len(tokens) > 1 and not is_copy else 0)
         snapshots = [(copied, state.copy)] if copied > begin else ()
-        fed = [*again, *tokens]
-        return Entry(fed, begin, self._tables[slot], wanted, positions, slot=state.slot, snapshots=snapshots)
-
-    def _step(self, entries: Sequence[Entry], slots: Sequence[int]) -> list[Result]:
-        """Compute the entries of these slots, and note what their recurrent state is then."""
-        states = [self._states[slot] for slot in slots] if self._states else []
-        kept = [state.copied for state in states]
-        for state in states:
-            state.forget()
-        results = self.engine.step(entries)
-        for state, entry, result, copied in zip(states, entries, results, kept, strict=False):
-            if result.error is None:
-                state.fed(entry.start, entry.tokens, entry.snapshots[0][0] if entry.snapshots else copied)
-        return results
-
-    def _logits(self, result: Result) -> FloatArray:
-        if result.error is not None:
-            raise result.error
-        return np.empty((0, self.vocab_size), np.float32) if result.logits is None else result.logits
+        return Entry([*again, *tokens], begin, blocks, wanted, positions, slot=state.slot, snapshots=snapshots)
 
     def _require_slots(self, first: int, count: int) -> None:
         if not (count >= 1 and 0 <= first <= self.slots - count):
             raise RequestError(f"{count} slots from {first}", expected=f"slots 0 to {self.slots - 1}")
 
 
-def _token(result: Result) -> int:
-    if result.error is not None:
-        raise result.error
-    assert result.tokens is not None
-    return int(result.tokens[0])
+def room_for(has: EngineCapabilities, max_tokens: int) -> int:
+    """Sequences of so many positions that an engine has room for, in every kind of state, and in a step."""
+    room = [has.max_batch]
+    if has.blocks:
+        room.append(has.blocks // -(-max_tokens // has.block_tokens))
+    if has.slots:
+        room.append(has.slots // SEQUENCE_SLOTS)
+    return min(room)

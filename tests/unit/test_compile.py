@@ -54,6 +54,8 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "linears": 7 * LAYERS + 1,
         "merge_linears": 2 * LAYERS,
         "cached_attention": LAYERS,
+        "transposes": 0,
+        "recurrent_conv": 0,
         "norms": 2 * LAYERS + 1,
         "silu": LAYERS,
         "logit_positions": 1,

@@ -63,7 +63,10 @@ def test_a_sequence_goes_on_at_any_position_that_it_holds(kind: str, calls: list
             entry = SlotEntry(slot, tokens, start, range(len(tokens)), source if shares else None, rest)
             (rows,) = sequences.feed([entry])
             assert rows.argmax(1).tolist() == expected(engine, whole)[start:]
-        held[slot] = [*before[:start], *(() if call == "copy" and shares else tokens)]
+        if call == "copy" and shares:
+            held[slot] = [*before[:start]]
+        elif shares or before[:start] + tokens != before[: start + len(tokens)]:  # else what lies behind holds
+            held[slot] = [*before[:start], *tokens]
         if call == "share" and shares:
             held[slot] = []  # blocks are shared for one step
 

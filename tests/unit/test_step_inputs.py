@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol import Entry
-from engines.sequences import Sequences, SlotEntry
+from engines.sequences import Sequences
 from engines.state_slots import UNKNOWN, StateSlots
 from engines.step_inputs import check, runs
 from tapeout.errors import RequestError
@@ -133,19 +133,3 @@ def test_a_copied_slot_holds_what_its_source_held() -> None:
     assert slots.unfit(Entry([3], 7, [], slot=1), set()) is None
     with pytest.raises(RequestError, match=r"state slots \[0, 2\]"):
         slots.copy(0, 2)
-
-
-@pytest.mark.parametrize(("blocks", "slots"), [(0, 4), (32, 4)], ids=["recurrent", "mixed"])
-def test_sequences_of_an_engine_with_recurrent_state(blocks: int, slots: int) -> None:
-    """What continues another elsewhere than at its end is refused, and gives no wrong logits."""
-    sequences = Sequences(ChainEngine(blocks=blocks, slots=slots, max_tokens=MAX_TOKENS))
-    assert sequences.slots == 4
-    alone = sequences.prefill(0, [1, 2, 3, 4, 5, 6])
-    sequences.prefill(1, [1, 2, 3])
-    sequences.copy_slot(1, 2, 3)
-    assert (sequences.prefill(2, [4, 5, 6], start=3) == alone).all()
-    (continued,) = sequences.feed([SlotEntry(3, [4, 5, 6], 3, None, 1)])
-    assert (continued == alone).all() and (sequences.decode([4], [3], first_slot=1) != alone).any()
-    for call in (lambda: sequences.prefill(0, [9], start=2), lambda: sequences.feed([SlotEntry(3, [9], 2, None, 0)])):
-        with pytest.raises(RequestError, match="holds the state of 6 positions, and the tokens begin at position 2"):
-            call()

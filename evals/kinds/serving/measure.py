@@ -20,7 +20,7 @@ from evals.kind import Context
 from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings, draws_of
 from evals.kinds.serving.generation import greedy
 from evals.kinds.serving.pressure import MakeAnswerer, under_pressure
-from evals.kinds.serving.running_paths import most_running, running_paths
+from evals.kinds.serving.running_paths import drafted_tokens, most_running, running_paths
 from evals.kinds.serving.served_log import LoggedPlace, ServedLog, Stream, Streams, anchor
 from evals.kinds.text import HeldOutSettings
 from tapeout.artifact import Artifact, Parents
@@ -89,7 +89,7 @@ def serving(
         max_tokens=candidate.max_tokens,
         max_running=running,
         step_tokens=settings.step_tokens,
-        draft_tokens=settings.draft_tokens if has.shares_blocks else 0,
+        draft_tokens=drafted_tokens(has, settings),
         items=len(items),
         draws=draws,
         pressure=pressure,
