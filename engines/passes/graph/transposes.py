@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from engines.passes.base import Lowering, PassResult, attribute, new_value, remove_dead
+from engines.passes.base import Lowering, PassResult, attribute, new_value, replace
 
 PERMUTATION = [0, 2, 1]
 ELEMENTWISE = ("Add", "Mul", "Sigmoid", "Sub")
@@ -23,8 +23,7 @@ def run(lowering: Lowering) -> PassResult:
         (source,) = node.inputs
         if source is None or not _is_free(source):
             continue
-        ir.convenience.replace_all_uses_with(node.outputs[0], _moved(model, source, node, moved))
-        remove_dead(model, [node])
+        replace(model, [node], [], {node.outputs[0]: _moved(model, source, moved)})
         matched += 1
     return PassResult(matched)
 
@@ -48,8 +47,8 @@ def _inputs_free(values: tuple[ir.Value | None, ...]) -> bool:
     return all(value is not None and len(value.shape or ()) == len(PERMUTATION) and _is_free(value) for value in values)
 
 
-def _moved(model: ir.Model, value: ir.Value, before: ir.Node, moved: dict[ir.Value, ir.Value]) -> ir.Value:
-    """The value with its last two axes exchanged, computed ``before`` a node; ``moved``: those that there are."""
+def _moved(model: ir.Model, value: ir.Value, moved: dict[ir.Value, ir.Value]) -> ir.Value:
+    """The value with its last two axes exchanged; ``moved``: those that there are."""
     producer = value.producer()
     assert producer is not None
     if _exchanges(producer):
@@ -58,7 +57,7 @@ def _moved(model: ir.Model, value: ir.Value, before: ir.Node, moved: dict[ir.Val
         return source
     if value not in moved:
         data = producer.inputs[:1] if producer.op_type == "Split" else producer.inputs
-        inputs = [_moved(model, each, before, moved) for each in data if each is not None]
+        inputs = [_moved(model, each, moved) for each in data if each is not None]
         attributes = {name: each.value for name, each in producer.attributes.items()}
         if producer.op_type == "Split":
             attributes["axis"] = 2

@@ -89,8 +89,14 @@ class _TracedAttention:
             "softcap": float(softcap or 0.0),
             "window": self.windows[call],
         }
+        if self.tracer.unique("key") != "key":
+            raise ExportError(
+                f"a layer calls the attention interface twice ({type(module).__name__})",
+                expected="one attention in a layer",
+                remedy="choose another decoder; differential attention is not supported",
+            )
         shape = int(key.shape[1]), 0, int(head_size)
-        kept = [TracedState(self.tracer.unique(part), shape, grows=2) for part in ("key", "value")]
+        kept = [TracedState(part, shape, grows=2) for part in ("key", "value")]
         inputs = [query, key, value, *([self.tracer.mask] if self.tracer.emits else [])]
         return self.tracer.node(attention.OPERATOR, inputs, attributes, kept, query.shape[2]).transpose(1, 2), None
 

@@ -1,0 +1,102 @@
+"""A model with short convolutions, served: the same bits however sequences are cut, mixed, shared and preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.load import load
+from engines.sequences import Sequences, SlotEntry
+from runtime.engine.core import EngineCore
+from runtime.engine.in_process import ModelledTime, answer_all
+from runtime.wire.limits import Limits
+from runtime.wire.messages import GenerateRequest
+from tapeout.state import Paged, Recurrent
+from tests.exported import build_float, family_graph
+from tests.family_engines import Made, make, words
+
+SLOTS = 3
+ANSWER = 140  # tokens: more than two blocks, where short answers were seen
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make("lfm2", tmp_path_factory.mktemp("lfm2"))
+
+
+@pytest.fixture(scope="module")
+def opened(made: Made) -> Generator[Callable[[int], Sequences]]:
+    """By the number of threads."""
+    engines: dict[int, Sequences] = {}
+
+    def get(threads: int) -> Sequences:
+        if threads not in engines:
+            engines[threads] = Sequences(load(made.bundle.folder, threads=threads, slots=SLOTS))
+        return engines[threads]
+
+    yield get
+    for engine in engines.values():
+        engine.close()
+
+
+def test_both_kinds_of_state_are_in_the_record(made: Made) -> None:
+    conv, keys = made.bundle.record.io.state
+    assert isinstance(conv, Recurrent) and conv.layer == 0 and [one.name for one in conv.tensors] == ["conv"]
+    assert isinstance(keys, Paged) and keys.layer == 1 and [one.name for one in keys.tensors] == ["key", "value"]
+    assert made.graph.record.cached_layers == (1,)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_tokens_are_the_same_to_the_bit_cut_anywhere_in_any_batch(
+    data: st.DataObject, opened: Callable[[int], Sequences]
+) -> None:
+    engine = opened(data.draw(st.sampled_from((1, 2))))
+    texts = [words("lfm2", 1, data.draw(st.integers(1, 40)), seed)[0] for seed in range(SLOTS)]
+    alone = [opened(1).prefill(0, text, positions=range(len(text))) for text in texts]
+    done = [0] * SLOTS
+    while left := [slot for slot in range(SLOTS) if done[slot] < len(texts[slot])]:
+        chosen = data.draw(st.permutations(left))[: data.draw(st.integers(1, len(left)))]
+        counts = [data.draw(st.integers(1, len(texts[slot]) - done[slot])) for slot in chosen]
+        batch = [
+            SlotEntry(slot, texts[slot][done[slot] : done[slot] + count], done[slot], range(count))
+            for slot, count in zip(chosen, counts, strict=True)
+        ]
+        for slot, count, rows in zip(chosen, counts, engine.feed(batch), strict=True):
+            assert (rows == alone[slot][done[slot] : done[slot] + count]).all()
+            done[slot] += count
+
+
+def test_requests_that_share_prompts_and_are_preempted_answer_as_alone(tmp_path: Path) -> None:
+    """Prompts begin alike, end inside a block, and come twice; the core has blocks for few of them."""
+    bundle = build_float(family_graph("lfm2", max_position_embeddings=384), tmp_path / "bundle", 6)
+    shared = words("lfm2", 1, 150, 0)[0]
+    prompts = [
+        shared[:cut] + words("lfm2", 1, 5 + 9 * n, n + 1)[0] for n, cut in enumerate((150, 128, 64, 150, 149, 90))
+    ]
+    with closing(Sequences(load(bundle.folder, threads=1))) as alone:
+        expected = [greedy(alone, prompt, ANSWER) for prompt in prompts]
+    with closing(load(bundle.folder, threads=1)) as engine:
+        timed = ModelledTime(engine, 10)
+        core = EngineCore(timed, Limits(), clock=timed.clock)
+        short = [GenerateRequest(f"short {n}", prompt, 1) for n, prompt in enumerate(prompts)]
+        answer_all(core, short)
+        for turn in range(3):
+            requests = [GenerateRequest(f"{turn} {n}", prompt, ANSWER) for n, prompt in enumerate(prompts)]
+            answers = answer_all(core, requests)
+            core.scheduler.check()
+            assert [list(answer.tokens) for answer in answers] == expected
+        assert core.scheduler.preemptions > 0
+        assert sum(answer.cached_tokens for answer in answers) > 0
+
+
+def greedy(engine: Sequences, prompt: list[int], count: int) -> list[int]:
+    tokens = [int(engine.prefill(0, prompt)[0].argmax())]
+    while len(tokens) < count:
+        tokens.append(int(engine.decode_greedy([tokens[-1]], [len(prompt) + len(tokens) - 1])[0]))
+    return tokens
