@@ -418,7 +418,9 @@ def _length_only(length: int) -> Any:
         def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
             return None
 
-        def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+        def update_conv_state(
+            self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+        ) -> torch.Tensor:
             return conv_states
 
     return LengthOnly(layers=[])

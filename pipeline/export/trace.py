@@ -73,28 +73,30 @@ class _Tracer:
     def node(
         self,
         operator: Operator,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor | None],
         attributes: Mapping[str, Any],
         state: Sequence[TracedState],
         tokens: int,
     ) -> torch.Tensor:
         self.calls += 1
+        data = inputs[0]
+        assert data is not None
         self.called.add(self.layer)
         if not self.emits:
             self.kept += ((self.layer, each) for each in state)
-            return torch.zeros_like(inputs[0])
+            return torch.zeros_like(data)
         first = len(self.presents)
         past = self._past[first : first + len(state)]
         # What grows holds the same tokens, so its length is read once.
         held = next((before.shape[one.grows] for one, before in zip(state, past, strict=True) if one.grows), 0)
         total = held + tokens
-        shapes = [_shape(one, inputs[0].shape[0], total) for one in state]
+        shapes = [_shape(one, data.shape[0], total) for one in state]
         output, *presents = torch.onnx.ops.symbolic_multi_out(
             f"{DOMAIN}::{operator.name}",
             [*inputs, *past],
             attrs=dict(attributes),
-            dtypes=[inputs[0].dtype] * (1 + len(state)),
-            shapes=[inputs[0].shape, *shapes],
+            dtypes=[data.dtype] * (1 + len(state)),
+            shapes=[data.shape, *shapes],
             version=1,
         )
         self.presents += presents

@@ -61,7 +61,7 @@ class Tracer(Protocol):
     def node(
         self,
         operator: Operator,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor | None],
         attributes: Mapping[str, Any],
         state: Sequence[TracedState],
         tokens: int,

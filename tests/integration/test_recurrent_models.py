@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engines.load import load
 from engines.sequences import Sequences, SlotEntry
 from runtime.engine.core import EngineCore
-from runtime.engine.in_process import ModelledTime, answer_all
+from runtime.engine.in_process import CoreAnswer, ModelledTime, answer_all
 from runtime.wire.limits import Limits
 from runtime.wire.messages import GenerateRequest
 from tapeout.state import Paged, Recurrent
@@ -86,6 +86,7 @@ def test_requests_that_share_prompts_and_are_preempted_answer_as_alone(tmp_path:
         core = EngineCore(timed, Limits(), clock=timed.clock)
         short = [GenerateRequest(f"short {n}", prompt, 1) for n, prompt in enumerate(prompts)]
         answer_all(core, short)
+        answers: list[CoreAnswer] = []
         for turn in range(3):
             requests = [GenerateRequest(f"{turn} {n}", prompt, ANSWER) for n, prompt in enumerate(prompts)]
             answers = answer_all(core, requests)

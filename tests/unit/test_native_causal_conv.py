@@ -25,7 +25,7 @@ def session(weight: Matrix, bias: Matrix | None = None, threads: int = 1) -> ort
     taps, channels = weight.shape
     x = value("x", ["batch", "tokens", channels])
     state = value("state", [SLOTS, taps - 1, channels])
-    whole = [value(name, [None], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
+    whole = [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
     parameters = [parameter("conv.weight", weight), None if bias is None else parameter("conv.bias", bias)]
     node = ir.node("CausalConv", [x, *parameters, state, *whole], domain=DOMAIN)
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
@@ -54,7 +54,7 @@ def convolved(x: Array, weight: Array, bias: Array | None) -> Array:
     """Of one sequence ``[S, C]`` from its beginning on, in float64."""
     taps = len(weight)
     padded = np.concatenate([np.zeros((taps - 1, x.shape[1])), x.astype(np.float64)])
-    y = sum(weight[k].astype(np.float64) * padded[k : k + len(x)] for k in range(taps))
+    y = np.stack([weight[k].astype(np.float64) * padded[k : k + len(x)] for k in range(taps)]).sum(0)
     return y if bias is None else y + bias
 
 

@@ -8,6 +8,8 @@ channels last. Only an exchange of the last two of three axes is looked at.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from engines.passes.base import Lowering, PassResult, attribute, new_value, replace
@@ -43,7 +45,7 @@ def _is_free(value: ir.Value) -> bool:
     return producer.op_type in ELEMENTWISE and _inputs_free(producer.inputs)
 
 
-def _inputs_free(values: tuple[ir.Value | None, ...]) -> bool:
+def _inputs_free(values: Sequence[ir.Value | None]) -> bool:
     return all(value is not None and len(value.shape or ()) == len(PERMUTATION) and _is_free(value) for value in values)
 
 
