@@ -122,10 +122,6 @@ class NumberFormat(Format, Protocol):
         """float32 values of codes, before the scale; a new array. ``zero_points`` broadcasts."""
         ...
 
-    def nearest(self, weight: FloatArray, grouping: Grouping) -> Coded:
-        """A weight ``[..., N, K]``, rounded to nearest."""
-        ...
-
     def widened(self, weight: Coded, bits: int) -> Coded | None:
         """The same weight to the bit, in integer codes of ``bits``; None where these cannot hold it."""
         ...

@@ -19,7 +19,6 @@ from tapeout.number_format import (
     Grid,
     Grouping,
     Tensors,
-    grouped,
     stored_scales,
 )
 
@@ -50,12 +49,6 @@ class PackedCodes:
 
     def rounded(self, scaled: FloatArray, zero_points: FloatArray) -> FloatArray:
         raise NotImplementedError(self.name)
-
-    def nearest(self, weight: FloatArray, grouping: Grouping) -> Coded:
-        grid = self.fit(weight, grouping)
-        codes = self.rounded(grouped(weight, grouping) / grid.scales[..., None], grid.zero_points[..., None])
-        zero_points = None if grouping.symmetric else grid.zero_points.astype(np.uint8)
-        return Coded(codes.reshape(weight.shape).astype(np.uint8), grid.scales, zero_points)
 
     def words(self, codes: CodeArray) -> NDArray[np.int32]:
         """``[R, C]`` codes as ``[R, ceil(C * bits / 32)]`` words."""
