@@ -57,10 +57,10 @@ from quantization.units import (
 )
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
-from tapeout.number_format import FloatArray, storable
+from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.progress import ProgressBar
-from tapeout.quantized import QuantizedWeight
+from tapeout.quantized import QuantizedWeight, format_of
 from tapeout.recipe import KVCache, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
@@ -255,7 +255,7 @@ class _Job:
         for group in groups:
             with self.memory.taken(search_bytes(group)):
                 scale = self._group(group, result)
-            fold_target = fold_target_of(group, self.graph)
+            fold_target = fold_target_of(group, self.graph, self.stored)
             if fold_target is not None and not scale.is_identity:
                 folds.append((scale.values, fold_target))
         for values, fold_target in folds:
@@ -278,7 +278,7 @@ class _Job:
             result.tensors.update(zip(group.members, weights, strict=True))
         else:
             statistics = read_statistics(self.calibration, group)
-            found = search(weights, scheme, statistics, self.settings, fold_target_of(group, self.graph))
+            found = search(weights, scheme, statistics, self.settings, fold_target_of(group, self.graph, self.stored))
             result.tensors.update(zip(group.members, (member.linear for member in found.members), strict=True))
         for at, (name, weight) in enumerate(zip(group.members, weights, strict=True)):
             result.reports.append(_report(name, group.name, weight, scheme, found, at))
@@ -299,7 +299,7 @@ def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, fold_targe
     producer = result.tensors.get(fold_target.weight)
     if isinstance(producer, QuantizedWeight):
         folded = input_scale.absorb(producer.scales, scale, fold_target)
-        result.tensors[fold_target.weight] = replace(producer, scales=storable(folded))
+        result.tensors[fold_target.weight] = replace(producer, scales=format_of(producer.scheme).storable(folded))
     else:
         result.tensors[fold_target.weight] = input_scale.absorb(
             source.tensor(fold_target.weight) if producer is None else producer, scale, fold_target

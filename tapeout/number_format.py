@@ -24,6 +24,8 @@ CodeArray = NDArray[np.uint8]
 AnyArray = NDArray[Any]
 Tensors = Mapping[str, AnyArray]  # of one module, by the part of the name that follows the module's
 Activations = Literal["float", "int8"]  # int8: one static scale for the whole input
+ScaleType = Literal["float", "e8m0"]  # e8m0: a power of two in a byte
+SCALE_BITS: Mapping[ScaleType, int] = {"float": 16, "e8m0": 8}  # as they are stored; floats that need it in float32
 
 # Codes are searched for the scale that is stored: float16 keeps 11 bits of it at 16/g bits per weight.
 _SMALLEST_NORMAL_HALF = np.float32(np.finfo(np.float16).smallest_normal)
@@ -62,8 +64,8 @@ class Format(Protocol):
     """The facts of a format.
 
     ``bits``: of a code; 32: a float. ``number_type``: as compressed-tensors calls it in ``config.json``. ``grouped``:
-    input channels share scales in groups; other formats have at most one scale per output channel. ``affine``: groups
-    may have zero points.
+    input channels share scales in groups; other formats have at most one scale per output channel. ``group_size``: the
+    only one that there is; None: any. ``affine``: groups may have zero points.
     """
 
     @property
@@ -77,6 +79,10 @@ class Format(Protocol):
     @property
     def grouped(self) -> bool: ...
     @property
+    def group_size(self) -> int | None: ...
+    @property
+    def scale_type(self) -> ScaleType: ...
+    @property
     def affine(self) -> bool: ...
 
 
@@ -89,6 +95,8 @@ class Uncoded:
     number_type: str = "float"
     activations: Activations = "float"
     grouped: bool = False
+    group_size: int | None = None
+    scale_type: ScaleType = "float"
     affine: bool = False
 
 
@@ -112,6 +120,10 @@ class NumberFormat(Format, Protocol):
 
         Groups of zeros get scale 1 and decode to zero. :class:`QuantizationError` for weights that are not finite.
         """
+        ...
+
+    def storable(self, scales: FloatArray) -> FloatArray:
+        """The scales that will be stored for these, which are not zero."""
         ...
 
     def rounded(self, scaled: FloatArray, zero_points: FloatArray) -> FloatArray:

@@ -18,7 +18,9 @@ from tapeout.number_format import (
     FloatArray,
     Grid,
     Grouping,
+    ScaleType,
     Tensors,
+    storable,
     stored_scales,
 )
 
@@ -40,12 +42,17 @@ class PackedCodes:
     number_type: str = "int"
     activations: Activations = "float"
     grouped: bool = True
+    group_size: int | None = None
+    scale_type: ScaleType = "float"
     affine: bool = False
     layout: str = PACKED
     midpoint: int = 0
 
     def fit(self, weight: FloatArray, grouping: Grouping, shrink: float = 1.0) -> Grid:
         raise NotImplementedError(self.name)
+
+    def storable(self, scales: FloatArray) -> FloatArray:
+        return storable(scales)
 
     def rounded(self, scaled: FloatArray, zero_points: FloatArray) -> FloatArray:
         raise NotImplementedError(self.name)
