@@ -139,7 +139,7 @@ class NumberFormat(Format, Protocol):
         ...
 
     def encode(self, weight: Coded) -> dict[str, AnyArray]:
-        """The stored tensors of a linear ``[N, K]``."""
+        """The stored tensors of a weight ``[..., N, K]``; a linear is ``[N, K]``."""
         ...
 
     def decode(self, tensors: Tensors) -> Coded:
@@ -147,7 +147,7 @@ class NumberFormat(Format, Protocol):
         ...
 
     def encode_bytes(self, weight: Coded) -> dict[str, AnyArray]:
-        """The stored tensors of an embedding ``[N, K]`` without zero points: a byte per code."""
+        """The stored tensors of a weight without zero points, as an embedding has them: a byte per code."""
         ...
 
     def decode_bytes(self, tensors: Tensors) -> Coded:

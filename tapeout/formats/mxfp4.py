@@ -110,10 +110,13 @@ class Mxfp4(PackedCodes):
         return weight._replace(codes=_looked_up(integers, weight.codes), scales=weight.scales * np.float32(0.5))
 
     def encode(self, weight: Coded) -> dict[str, AnyArray]:
-        return {"weight_packed": pack(weight.codes), "weight_scale": encode_scales(weight.scales)}
+        rows, lead = weight.codes.reshape(-1, weight.codes.shape[-1]), weight.codes.shape[:-1]
+        return {"weight_packed": pack(rows).reshape(*lead, -1), "weight_scale": encode_scales(weight.scales)}
 
     def decode(self, tensors: Tensors) -> Coded:
-        return Coded(unpack(tensors["weight_packed"]), decode_scales(tensors["weight_scale"]), None)
+        packed: CodeArray = tensors["weight_packed"]
+        codes = unpack(packed.reshape(-1, packed.shape[-1])).reshape(*packed.shape[:-1], -1)
+        return Coded(codes, decode_scales(tensors["weight_scale"]), None)
 
     def encode_bytes(self, weight: Coded) -> dict[str, AnyArray]:
         return super().encode_bytes(weight) | {"weight_scale": encode_scales(weight.scales)}
