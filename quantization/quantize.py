@@ -77,7 +77,7 @@ class LayerResult:
     reports: list[LinearReport] = field(default_factory=list)
     value_scale: FloatArray | None = None  # [kv_heads * head_size] that value channels were divided by
 
-    def noted(self) -> str:
+    def notes(self) -> str:
         """All but the tensors, to be kept beside them."""
         scale = None if self.value_scale is None else self.value_scale.tolist()
         reports = [report.model_dump(mode="json") for report in self.reports]
@@ -216,13 +216,13 @@ class _Job:
             for number, result in zip(missing, results, strict=True):
                 for name, tensor in sorted(result.tensors.items()):
                     writer.add_linear(name, tensor)
-                writer.end_part(number, result.noted())
+                writer.end_part(number, result.notes())
                 progress.update()
             for number, (name, tied_to) in enumerate(embeddings.items(), start=len(layers)):
                 if not writer.has_part(number):
                     result = self.embedding(name, pool)
                     writer.add_embedding(name, result.tensors[name], tied_to=tied_to)
-                    writer.end_part(number, result.noted())
+                    writer.end_part(number, result.notes())
                 progress.update()
         done = [_LayerRecord.of(writer.notes(number)) for number in range(total)]
         cache = self._add_others(writer, layers, done)
