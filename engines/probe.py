@@ -12,8 +12,9 @@ import numpy as np
 import onnx
 
 from engines.bundle import BLOCK_TABLE, GREEDY, OFFSETS, SLOTS, STARTS, EngineBundle
+from engines.kernels.cpu.serving import library_of
 from engines.protocol import FloatArray
-from engines.sessions import cpu_options, library_of, open_session
+from engines.sessions import cpu_options, open_session
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.operators import PAST

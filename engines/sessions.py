@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import platform
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,11 +14,11 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle
-from engines.kernels.cpu import all_native, library_file, unsupported
-from tapeout.artifact import Artifact, verify_files
+from engines.kernels.cpu import all_native, unsupported
+from engines.kernels.cpu.serving import cannot_run
+from tapeout.artifact import Artifact
 from tapeout.cores import physical_cores
 from tapeout.errors import BuildError
-from tapeout.fingerprint import cpu_features
 from tapeout.resources import available_memory
 
 if TYPE_CHECKING:
@@ -29,26 +28,6 @@ MAPPED_SHARE = 0.5  # of the available memory: weights of more bytes are not cop
 # Entries of a session that native/source/provider.c reads.
 THREADS_ENTRY = "tapeout.threads"
 CHOOSE_ENTRY = "tapeout.choose_threads"
-
-
-def library_of(bundle: Artifact[EngineBundle]) -> Path | None:
-    """The native kernels of a bundle as :func:`engines.load.at_level` gives it; None where its graph uses none.
-
-    They are code, so their hash is verified, and the processor is asked before they are loaded.
-    """
-    hardware = bundle.record.hardware[0]
-    if not hardware.level:
-        return None
-    file = library_file(hardware.level)
-    path = bundle.folder / file
-    if file not in bundle.files:
-        raise _cannot_run(path, "the bundle does not carry it")
-    if hardware.machine != platform.machine():
-        raise _cannot_run(path, f"it is for {hardware.machine}")
-    if missing := [feature for feature in hardware.features if feature not in cpu_features()]:
-        raise _cannot_run(path, f"it needs {', '.join(missing)}, which this processor lacks")
-    verify_files(bundle.folder, {file: bundle.files[file]})
-    return path
 
 
 def cpu_options(
@@ -76,7 +55,7 @@ def cpu_options(
     if library is not None:
         reason = unsupported()
         if reason:
-            raise _cannot_run(library, reason)
+            raise cannot_run(library, reason)
         options.add_provider_for_devices(_devices(library.resolve()), {})
     return options
 
@@ -160,10 +139,3 @@ def keep_mapped(options: ort.SessionOptions, bundle: Artifact[EngineBundle]) -> 
     if mapped:
         options.add_session_config_entry("session.disable_prepacking", "1")
     return mapped
-
-
-def _cannot_run(library: Path, reason: str) -> BuildError:
-    """Raised before the library is loaded, which would end in an illegal instruction."""
-    return BuildError(
-        f"{library} cannot run here: {reason}", expected="the processor it was built for", remedy="build it here"
-    )

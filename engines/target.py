@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engines.kernels.kernel_set import KernelSet
+    from engines.kernels.serving import ServingKernels
     from engines.passes.base import Pass
 
 RecordT = TypeVar("RecordT", bound=LoweredRecord)
@@ -116,6 +117,13 @@ class Target(ABC, Generic[RecordT]):
     def kernels(self) -> KernelSet | None:
         """Those that Tapeout brings for the target, which its passes put into graphs; None: it brings none."""
         return None
+
+    @property
+    def serving_kernels(self) -> ServingKernels:
+        """What a server takes beside the engine; the CPU's unless a target has its own, as logits come to the host."""
+        from engines.kernels.cpu.serving import CpuServing
+
+        return CpuServing()
 
     def require_machine(self) -> None:
         """:class:`FingerprintError` where this machine cannot build, time or run for the target at all.

@@ -12,7 +12,7 @@ Two of its encodings are used, each module's named in ``config.json`` (compresse
   transformers 5.23 cannot load a packed embedding, and ties two modules only by a parameter that is called ``weight``.
   A tied embedding is stored once; its scales (3 % of it) once for each of the two modules.
 
-``tapeout/formats`` says how the codes of each format lie in these tensors.
+Other formats bring a third, as ``mxfp4`` does. ``tapeout/formats`` says how the codes of each lie in these tensors.
 
 transformers 5.23 with compressed-tensors 0.20 does not load *packed zero points* (on the meta device their shape is
 taken for the unpacked one), so only symmetric schemes load there; compressed-tensors itself and this reader take both.
@@ -36,8 +36,9 @@ from safetensors import safe_open
 from quantization.stored import FLOATS, Declared, Parts, check, quantized_modules, whole
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
-from tapeout.number_format import AnyArray, FloatArray
-from tapeout.packed_codes import BYTES, PACKED
+from tapeout.formats import formats
+from tapeout.number_format import AnyArray, FloatArray, NumberFormat, ScaleType
+from tapeout.packed_codes import BYTES
 from tapeout.quantized import QuantizedWeight, format_of
 from tapeout.schemes import Scheme, find_format
 from tapeout.tensor_writer import INDEX, SINGLE, ShardWriter, write_tensors
@@ -297,8 +298,9 @@ def _scheme(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, 
     _, columns = check(module, parts, declared)
     size = declared.block[1] or columns
     activations = "int8" if declared.static else "float"
-    found = find_format(declared.bits, activations, declared.number_type)
-    fields = {"bits": declared.bits, "activations": activations, "format": found.name if found else "auto"}
+    scale_type: ScaleType = "e8m0" if declared.ue8m0 else "float"
+    found = find_format(declared.bits, activations, declared.number_type, scale_type)
+    fields = {"bits": declared.bits, "activations": activations, "format": found.name if found else "none"}
     try:
         return Scheme.model_validate(fields | {"group_size": size, "symmetric": declared.symmetric})
     except ValidationError as error:
@@ -319,21 +321,23 @@ def _declared(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str
         )
     weights = group["weights"]
     layout = group.get("format")
-    if layout not in (PACKED, BYTES):
+    known = sorted({BYTES, *(one.layout for one in formats().values() if isinstance(one, NumberFormat))})
+    if layout not in known:
         raise QuantizationError(
             f"config.json says that {module} is stored in {layout}",
-            expected=f"{PACKED} or {BYTES}",
+            expected=f"one of {', '.join(known)}",
             remedy="run `dvc repro quantize`",
         )
-    size = weights.get("group_size")
+    size, exponents = weights.get("group_size"), weights.get("scale_dtype") == "torch.uint8"
     return Declared(
-        f"our {layout}",
+        f"our {layout} e8m0" if exponents and layout == BYTES else f"our {layout}",
         "group",
         (1, None if size is None and weights.get("strategy") == "channel" else whole("group_size", size)),
         bits=whole("num_bits", weights.get("num_bits")),
         number_type=str(weights.get("type", "int")),
         symmetric=bool(weights.get("symmetric", True)),
         static=group.get("input_activations") is not None,
+        ue8m0=exponents,
     )
 
 

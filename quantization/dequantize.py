@@ -60,15 +60,15 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
             expected="float weights, AutoAWQ (gemm), compressed-tensors or block-scaled FP8",
             remedy="take the float checkpoint that it was made from, or dequantize it with the library that wrote it",
         )
-    declared, read = method
+    declare, read = method
     weights = {name: tensor for name, tensor in stored.items() if not LEFT_OUT.search(name)}
     if tied:
         _drop_repeated_scales(weights)
     found: dict[str, Read] = {}
     for module, parts in quantized_modules(weights).items():
-        says = declared(module, config)
-        shape = check(module, parts, says)
-        found[f"{module}.weight"] = partial(read, module, parts, says, shape)
+        declared = declare(module, config)
+        shape = check(module, parts, declared)
+        found[f"{module}.weight"] = partial(read, module, parts, declared, shape)
         for part in parts:
             del weights[f"{module}.{part}"]
     if codes := [f"{name} ({tensor.dtype})" for name, tensor in weights.items() if tensor.dtype not in FLOATS]:

@@ -20,10 +20,9 @@ from quantization.input_scale import InputScale, identity
 from quantization.output_error import diagonal, output_error
 from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
-from tapeout.formats.int8_static import SOME_STEP
 from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget
-from tapeout.quantized import QuantizedWeight, round_to_nearest
+from tapeout.quantized import SOME_STEP, QuantizedWeight, round_to_nearest
 from tapeout.schemes import Scheme
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from quantization.compressed_tensors import Checkpoint
 from tapeout.artifact import Frozen
 from tapeout.errors import QuantizationError
 from tapeout.number_format import FloatArray, fits_half, grouped
-from tapeout.quantized import QuantizedWeight, fit_range
+from tapeout.quantized import QuantizedWeight, fit_range, format_of
 from tapeout.schemes import Scheme
 
 BF16_BYTES = 2
@@ -102,7 +102,7 @@ def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatA
         bits=linear.scheme.bits,
         format=linear.scheme.format,
         scales=scales.size,
-        wide_scales=not fits_half(scales),
+        wide_scales=format_of(linear.scheme).scale_type == "float" and not fits_half(scales),
         scales_not_finite=int((~np.isfinite(scales)).sum()),
         scales_zero=int((scales == 0).sum()),
         input_scale=linear.input_scale,

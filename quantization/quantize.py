@@ -60,10 +60,10 @@ from quantization.units import (
 )
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
-from tapeout.number_format import FloatArray, storable
+from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.progress import ProgressBar
-from tapeout.quantized import QuantizedWeight
+from tapeout.quantized import QuantizedWeight, format_of
 from tapeout.recipe import KVCache, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
@@ -80,7 +80,7 @@ class LayerResult:
     reports: list[LinearReport] = field(default_factory=list)
     value_scale: FloatArray | None = None  # [kv_heads * head_size] that value channels were divided by
 
-    def noted(self) -> str:
+    def notes(self) -> str:
         """All but the tensors, to be kept beside them."""
         scale = None if self.value_scale is None else self.value_scale.tolist()
         reports = [report.model_dump(mode="json") for report in self.reports]
@@ -219,13 +219,13 @@ class _Job:
             for number, result in zip(missing, results, strict=True):
                 for name, tensor in sorted(result.tensors.items()):
                     writer.add_linear(name, tensor)
-                writer.end_part(number, result.noted())
+                writer.end_part(number, result.notes())
                 progress.update()
             for number, (name, tied_to) in enumerate(embeddings.items(), start=len(layers)):
                 if not writer.has_part(number):
                     result = self.embedding(name, pool)
                     writer.add_embedding(name, result.tensors[name], tied_to=tied_to)
-                    writer.end_part(number, result.noted())
+                    writer.end_part(number, result.notes())
                 progress.update()
         done = [_LayerRecord.of(writer.notes(number)) for number in range(total)]
         cache = self._add_others(writer, layers, done)
@@ -259,7 +259,7 @@ class _Job:
         for group in groups:
             with self.memory.taken(search_bytes(group)):
                 scale = self._group(group, result)
-            fold_target = fold_target_of(group, self.graph)
+            fold_target = fold_target_of(group, self.graph, self.stored)
             if fold_target is not None and not scale.is_identity:
                 folds.append((scale.values, fold_target))
         for values, fold_target in folds:
@@ -282,7 +282,7 @@ class _Job:
             result.tensors.update(zip(group.members, weights, strict=True))
         else:
             statistics = read_statistics(self.calibration, group)
-            found = search(weights, scheme, statistics, self.settings, fold_target_of(group, self.graph))
+            found = search(weights, scheme, statistics, self.settings, fold_target_of(group, self.graph, self.stored))
             result.tensors.update(zip(group.members, (member.linear for member in found.members), strict=True))
         for at, (name, weight) in enumerate(zip(group.members, weights, strict=True)):
             result.reports.append(_report(name, group.name, weight, scheme, found, at))
@@ -303,7 +303,7 @@ def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, fold_targe
     producer = result.tensors.get(fold_target.weight)
     if isinstance(producer, QuantizedWeight):
         folded = input_scale.absorb(producer.scales, scale, fold_target)
-        result.tensors[fold_target.weight] = replace(producer, scales=storable(folded))
+        result.tensors[fold_target.weight] = replace(producer, scales=format_of(producer.scheme).storable(folded))
     else:
         result.tensors[fold_target.weight] = input_scale.absorb(
             source.tensor(fold_target.weight) if producer is None else producer, scale, fold_target

@@ -36,6 +36,7 @@ Strategy = Literal["tensor", "channel", "group", "block"]  # what shares a scale
 
 DIMENSIONS = {
     "N/8": "words of eight 4-bit codes",
+    "K/2": "bytes of two 4-bit codes",
     "K words": "32-bit words that K codes fill",
     "N words": "32-bit words that N codes fill",
     "K/g": "groups of g input channels; g divides K",
@@ -82,6 +83,11 @@ def _weight_size(parts: Parts) -> tuple[int, int]:
 def _awq_size(parts: Parts) -> tuple[int, int]:
     columns, words = parts["qweight"].shape
     return 8 * words, columns
+
+
+def _halves_size(parts: Parts) -> tuple[int, int]:
+    rows, octets = parts["weight_packed"].shape
+    return rows, 2 * octets
 
 
 def _packed_size(parts: Parts) -> tuple[int, int]:
@@ -139,6 +145,13 @@ LAYOUTS: Mapping[str, Layout] = {
             StoredPart("input_scale", ("F32",), ("1",), needed="static"),
         ),
         _weight_size,
+    ),
+    "our mxfp4-pack-quantized": Layout(
+        (StoredPart("weight_packed", ("U8",), ("N", "K/2")), StoredPart("weight_scale", ("U8",), ("N", "K/g"))),
+        _halves_size,
+    ),
+    "our int-quantized e8m0": Layout(
+        (StoredPart("weight", ("I8",), ("N", "K")), StoredPart("weight_scale", ("U8",), ("N", "K/g"))), _weight_size
     ),
 }
 # Types of GGUF that are read: values of a block, and its bytes (gguf.GGML_QUANT_SIZES). A row is whole blocks.
@@ -274,6 +287,7 @@ def _sizes(module: str, rows: int, columns: int, declared: Declared) -> dict[str
         "N": rows,
         "K": columns,
         "N/8": rows // 8,
+        "K/2": columns // 2,
         "K words": words,
         "N words": -(-rows * declared.bits // 32),
         "K/g": groups,

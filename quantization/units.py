@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from tapeout.errors import QuantizationError, RecipeError
+from tapeout.formats import formats
 from tapeout.number_format import FloatArray
 from tapeout.operators import operators
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
@@ -171,14 +172,23 @@ def out_by_in(weight: FloatArray, group: LinearGroup) -> FloatArray:
     return np.ascontiguousarray(weight.T) if group.transposed else weight
 
 
-def fold_target_of(group: LinearGroup, graph: PortableGraph) -> FoldTarget | None:
-    """Where the inverse of an input scale can go: not into a linear of another layer, which is written by itself."""
+def fold_target_of(
+    group: LinearGroup, graph: PortableGraph, stored: Mapping[str, Scheme] | None = None
+) -> FoldTarget | None:
+    """Where the inverse of an input scale can go: not into a linear of another layer, which is written by itself.
+
+    ``stored``: schemes by group. A linear whose scales are powers of two takes none either.
+    """
     fold_target = group.fold_target
     if fold_target is None or fold_target.kind == "norm":
         return fold_target
     layer = layer_of(group)
     near = (other for other in graph.groups if layer is not None and layer_of(other) == layer)
-    return fold_target if any(fold_target.weight in other.members for other in near) else None
+    producer = next((other for other in near if fold_target.weight in other.members), None)
+    if producer is None:
+        return None
+    scheme = FLOAT if stored is None else stored[producer.name]
+    return fold_target if formats()[scheme.format].scale_type == "float" else None
 
 
 def by_layer(graph: PortableGraph) -> list[tuple[str, list[LinearGroup]]]:

@@ -24,6 +24,8 @@ CodeArray = NDArray[np.uint8]
 AnyArray = NDArray[Any]
 Tensors = Mapping[str, AnyArray]  # of one module, by the part of the name that follows the module's
 Activations = Literal["float", "int8"]  # int8: one static scale for the whole input
+ScaleType = Literal["float", "e8m0"]  # e8m0: a power of two in a byte
+SCALE_BITS: Mapping[ScaleType, int] = {"float": 16, "e8m0": 8}  # as they are stored; floats that need it in float32
 
 # Codes are searched for the scale that is stored: float16 keeps 11 bits of it at 16/g bits per weight.
 _SMALLEST_NORMAL_HALF = np.float32(np.finfo(np.float16).smallest_normal)
@@ -62,8 +64,8 @@ class Format(Protocol):
     """The facts of a format.
 
     ``bits``: of a code; 32: a float. ``number_type``: as compressed-tensors calls it in ``config.json``. ``grouped``:
-    input channels share scales in groups; other formats have at most one scale per output channel. ``affine``: groups
-    may have zero points.
+    input channels share scales in groups; other formats have at most one scale per output channel. ``group_size``: the
+    only one that there is; None: any. ``affine``: groups may have zero points.
     """
 
     @property
@@ -77,6 +79,10 @@ class Format(Protocol):
     @property
     def grouped(self) -> bool: ...
     @property
+    def group_size(self) -> int | None: ...
+    @property
+    def scale_type(self) -> ScaleType: ...
+    @property
     def affine(self) -> bool: ...
 
 
@@ -89,6 +95,8 @@ class Uncoded:
     number_type: str = "float"
     activations: Activations = "float"
     grouped: bool = False
+    group_size: int | None = None
+    scale_type: ScaleType = "float"
     affine: bool = False
 
 
@@ -114,6 +122,10 @@ class NumberFormat(Format, Protocol):
         """
         ...
 
+    def storable(self, scales: FloatArray) -> FloatArray:
+        """The scales that will be stored for these, which are not zero."""
+        ...
+
     def rounded(self, scaled: FloatArray, zero_points: FloatArray) -> FloatArray:
         """The nearest codes, as float32, of values that were divided by their scale. ``scaled`` may be overwritten."""
         ...
@@ -122,16 +134,12 @@ class NumberFormat(Format, Protocol):
         """float32 values of codes, before the scale; a new array. ``zero_points`` broadcasts."""
         ...
 
-    def nearest(self, weight: FloatArray, grouping: Grouping) -> Coded:
-        """A weight ``[..., N, K]``, rounded to nearest."""
-        ...
-
     def widened(self, weight: Coded, bits: int) -> Coded | None:
         """The same weight to the bit, in integer codes of ``bits``; None where these cannot hold it."""
         ...
 
     def encode(self, weight: Coded) -> dict[str, AnyArray]:
-        """The stored tensors of a linear ``[N, K]``."""
+        """The stored tensors of a weight ``[..., N, K]``; a linear is ``[N, K]``."""
         ...
 
     def decode(self, tensors: Tensors) -> Coded:
@@ -139,7 +147,7 @@ class NumberFormat(Format, Protocol):
         ...
 
     def encode_bytes(self, weight: Coded) -> dict[str, AnyArray]:
-        """The stored tensors of an embedding ``[N, K]`` without zero points: a byte per code."""
+        """The stored tensors of a weight without zero points, as an embedding has them: a byte per code."""
         ...
 
     def decode_bytes(self, tensors: Tensors) -> Coded:

@@ -18,8 +18,9 @@ from tapeout.number_format import (
     FloatArray,
     Grid,
     Grouping,
+    ScaleType,
     Tensors,
-    grouped,
+    storable,
     stored_scales,
 )
 
@@ -41,6 +42,8 @@ class PackedCodes:
     number_type: str = "int"
     activations: Activations = "float"
     grouped: bool = True
+    group_size: int | None = None
+    scale_type: ScaleType = "float"
     affine: bool = False
     layout: str = PACKED
     midpoint: int = 0
@@ -48,20 +51,18 @@ class PackedCodes:
     def fit(self, weight: FloatArray, grouping: Grouping, shrink: float = 1.0) -> Grid:
         raise NotImplementedError(self.name)
 
+    def storable(self, scales: FloatArray) -> FloatArray:
+        return storable(scales)
+
     def rounded(self, scaled: FloatArray, zero_points: FloatArray) -> FloatArray:
         raise NotImplementedError(self.name)
 
-    def nearest(self, weight: FloatArray, grouping: Grouping) -> Coded:
-        grid = self.fit(weight, grouping)
-        codes = self.rounded(grouped(weight, grouping) / grid.scales[..., None], grid.zero_points[..., None])
-        zero_points = None if grouping.symmetric else grid.zero_points.astype(np.uint8)
-        return Coded(codes.reshape(weight.shape).astype(np.uint8), grid.scales, zero_points)
-
     def words(self, codes: CodeArray) -> NDArray[np.int32]:
-        """``[R, C]`` codes as ``[R, ceil(C * bits / 32)]`` words."""
-        columns = codes.shape[1]
-        octets = self.pack(np.pad(codes, ((0, 0), (0, -columns % 32))))[:, : 4 * self.words_of(columns)]
-        return np.ascontiguousarray(octets).view("<i4").astype(np.int32, copy=False)
+        """``[..., R, C]`` codes as ``[..., R, ceil(C * bits / 32)]`` words."""
+        columns = codes.shape[-1]
+        rows = np.pad(codes.reshape(-1, columns), ((0, 0), (0, -columns % 32)))
+        octets = np.ascontiguousarray(self.pack(rows)[:, : 4 * self.words_of(columns)])
+        return octets.view("<i4").astype(np.int32, copy=False).reshape(*codes.shape[:-1], -1)
 
     def words_of(self, columns: int) -> int:
         """How many words hold so many codes."""
@@ -69,9 +70,11 @@ class PackedCodes:
 
     def codes(self, words: NDArray[np.int32], columns: int) -> CodeArray:
         """The inverse of ``words``."""
-        octets = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+        rows = np.ascontiguousarray(words.reshape(-1, words.shape[-1]))
+        octets = rows.astype("<i4", copy=False).view(np.uint8)
         # Whole runs of 32 codes, which end with a byte whatever the bits.
-        return self.unpack(np.pad(octets, ((0, 0), (0, -octets.shape[1] % (4 * self.bits)))))[:, :columns]
+        codes = self.unpack(np.pad(octets, ((0, 0), (0, -octets.shape[1] % (4 * self.bits)))))[:, :columns]
+        return codes.reshape(*words.shape[:-1], columns)
 
     def encode(self, weight: Coded) -> dict[str, AnyArray]:
         parts: dict[str, AnyArray] = {
@@ -80,11 +83,11 @@ class PackedCodes:
             "weight_shape": np.array(weight.codes.shape, np.int64),
         }
         if weight.zero_points is not None:
-            parts["weight_zero_point"] = np.ascontiguousarray(self.words(_across(weight.zero_points)).T)
+            parts["weight_zero_point"] = _across(self.words(_across(weight.zero_points)))
         return parts
 
     def decode(self, tensors: Tensors) -> Coded:
-        rows, columns = (int(n) for n in tensors["weight_shape"])
+        rows, columns = (int(n) for n in tensors["weight_shape"][-2:])
         zero_points = tensors.get("weight_zero_point")
         return Coded(
             self.codes(tensors["weight_packed"], columns),
@@ -115,4 +118,4 @@ class PackedCodes:
 
 
 def _across(values: AnyArray) -> AnyArray:
-    return np.ascontiguousarray(values.T)
+    return np.ascontiguousarray(np.swapaxes(values, -1, -2))

@@ -5,7 +5,7 @@ N  output channels      K  input channels      g  group size      G  groups, K /
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from tapeout.errors import QuantizationError
 from tapeout.formats import formats
 from tapeout.number_format import CodeArray, Coded, FloatArray, Grid, NumberFormat, grouped
 from tapeout.schemes import FLOAT, Scheme
+
+SOME_STEP = 1 / 32  # of static inputs, where no calibration tells one
 
 
 @dataclass(frozen=True)
@@ -91,4 +93,7 @@ def round_to_nearest(weight: FloatArray, scheme: Scheme) -> QuantizedWeight:
 
 def stored_by_rtn(scheme: Scheme, weight: FloatArray) -> QuantizedWeight | FloatArray:
     """A weight ``[..., N, K]`` as a checkpoint holds it for a fitted scheme: right in size and speed, not quality."""
-    return weight if scheme == FLOAT else QuantizedWeight.of(format_of(scheme).nearest(weight, scheme), scheme)
+    if scheme == FLOAT:
+        return weight
+    rounded = round_to_nearest(weight, scheme)
+    return replace(rounded, input_scale=SOME_STEP) if scheme.activations == "int8" else rounded

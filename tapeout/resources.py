@@ -25,10 +25,10 @@ class Needs:
     memory_bytes: int
 
 
-def require(stage: str, needs: Needs, folder: Path, say: Callable[[str], None] = lambda _: None) -> None:
+def require(stage: str, needs: Needs, folder: Path, progress: Callable[[str], None] = lambda _: None) -> None:
     """Say what a stage takes; :class:`ResourceError` where ``folder``'s disk or the memory has less."""
     free, available = free_disk(folder), available_memory()
-    say(f"takes about {_gb(needs.disk_bytes)} of disk and {_gb(needs.memory_bytes)} of memory")
+    progress(f"takes about {_gb(needs.disk_bytes)} of disk and {_gb(needs.memory_bytes)} of memory")
     if needs.disk_bytes > free:
         raise ResourceError(
             f"{_gb(free)} of disk free at {folder}",

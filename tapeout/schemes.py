@@ -13,16 +13,18 @@ from pydantic import SerializerFunctionWrapHandler, field_validator, model_seria
 from tapeout.artifact import Frozen
 from tapeout.errors import QuantizationError
 from tapeout.formats import formats
-from tapeout.number_format import Activations, NumberFormat, Uncoded
+from tapeout.number_format import SCALE_BITS, Activations, NumberFormat, ScaleType, Uncoded
 
 SMALLEST_GROUP = 16  # input channels
 AUTO = "auto"
 
 
-def find_format(bits: Any, activations: Any = "float", number_type: str = "int") -> NumberFormat | Uncoded | None:
+def find_format(
+    bits: Any, activations: Any = "float", number_type: str = "int", scale_type: ScaleType = "float"
+) -> NumberFormat | Uncoded | None:
     """The format of so many bits. ``number_type``: of codes, as ``config.json`` of a checkpoint has it."""
-    wanted = (bits, activations, "float" if bits == 32 else number_type)
-    return next((f for f in formats().values() if (f.bits, f.activations, f.number_type) == wanted), None)
+    wanted = (bits, activations, "float" if bits == 32 else number_type, scale_type)
+    return next((f for f in formats().values() if (f.bits, f.activations, f.number_type, f.scale_type) == wanted), None)
 
 
 class Scheme(Frozen):
@@ -55,6 +57,8 @@ class Scheme(Frozen):
         data = facts | {"format": found.name} | {name: value for name, value in data.items() if name != "format"}
         if not found.grouped:
             return {**data, "group_size": None, "symmetric": True, "positive_scales": False}
+        if found.group_size is not None:
+            data = {"group_size": found.group_size} | data
         return data if found.affine else {**data, "symmetric": True}
 
     @field_validator("bits")
@@ -78,6 +82,8 @@ class Scheme(Frozen):
             )
         if self.group_size is None and found.grouped:
             raise ValueError(f"group_size: {self.bits} bits need one, found none")
+        if self.group_size != (found.group_size or self.group_size):
+            raise ValueError(f"group_size: {self.format} has groups of {found.group_size}, found {self.group_size}")
         if self.positive_scales and not self.symmetric:
             raise ValueError("positive_scales: true needs symmetric: true; with zero points no scale is negative")
         return self
@@ -114,26 +120,32 @@ class Scheme(Frozen):
         found = formats()[name]
         return self.model_copy(update={"format": name, "bits": found.bits, "activations": found.activations})
 
-    def bits_per_weight(self, columns: int, scale_bits: int = 16) -> float:
+    def bits_per_weight(self, columns: int, scale_bits: int | None = None) -> float:
         """With scales and, when asymmetric, packed zero points; ``columns`` are the input channels.
+
+        ``scale_bits``: as a checkpoint holds them, unless given.
 
         >>> Scheme(bits=4, group_size=32).bits_per_weight(64)
         4.625
         """
+        scale_bits = SCALE_BITS[formats()[self.format].scale_type] if scale_bits is None else scale_bits
         return self.bits + (scale_bits + (0 if self.symmetric else self.bits)) / (self.group_size or columns)
 
     def fitted(self, columns: int) -> Scheme:
         """The scheme with a group size that divides ``columns``: its own, or the largest power-of-two fraction.
+
+        :class:`QuantizationError` for columns that the groups of its format do not divide.
 
         >>> Scheme(bits=4, group_size=128).fitted(576).group_size
         64
         """
         if self.group_size is None:
             return self
-        if columns % SMALLEST_GROUP:
+        smallest = formats()[self.format].group_size or SMALLEST_GROUP
+        if columns % smallest:
             raise QuantizationError(
                 f"{columns} input channels",
-                expected=f"a multiple of {SMALLEST_GROUP}, the smallest group",
+                expected=f"a multiple of {smallest}, the smallest group in {self.codes}",
                 remedy="add a rule with bits: 32 that leaves this linear in float",
             )
         size: int = self.group_size

@@ -47,7 +47,7 @@ def read_corpus(
     """
     from tokenizers import Tokenizer
 
-    from evals.kinds.tasks.harness import beginning_of_text, encode
+    from evals.kinds.tasks.harness import bos_token_of, encode
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     calibration, heldout = calibration_and_heldout(
@@ -58,7 +58,7 @@ def read_corpus(
         tokenizer,
         document_tokens=document_tokens,
     )
-    beginning = beginning_of_text(tokenizer)
+    bos_token = bos_token_of(tokenizer)
     tokens = [token for text in calibration for token in encode(tokenizer, text, None)]
     required = max(prompts * prompt_tokens, *(PREFILLS * count for count in prefill_tokens))
     if len(tokens) < required:
@@ -70,7 +70,7 @@ def read_corpus(
     return Corpus(
         prompts=_cut(tokens, prompts, prompt_tokens),
         long_prompts={count: _cut(tokens, PREFILLS, count) for count in prefill_tokens},
-        documents=tuple(tuple(encode(tokenizer, text, beginning)[:document_tokens]) for text in heldout),
+        documents=tuple(tuple(encode(tokenizer, text, bos_token)[:document_tokens]) for text in heldout),
     )
 
 

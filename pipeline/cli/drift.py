@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from engines.kernels.cpu.clipping import Clipping, clippings
+from engines.kernels.serving import Clipping
 from evals.kinds.drift import DriftReport
 from evals.kinds.drift.measure import ClipCounter, drift
 from pipeline.recipe import Recipe, load_recipe
@@ -40,9 +40,8 @@ def clip_counter(folder: Path, threads: int) -> ClipCounter | None:
     if not (folder / artifact.RECORD).is_file():
         return None
     from engines.bundle import EngineBundle
-    from engines.load import at_level, load
+    from engines.load import at_level, find_target, load
     from engines.sequences import Sequences
-    from engines.sessions import library_of
 
     bundle = artifact.load(folder, EngineBundle)
     try:
@@ -50,7 +49,8 @@ def clip_counter(folder: Path, threads: int) -> ClipCounter | None:
     except FingerprintError as error:
         print(f"clipped values are not counted: {error.found}", file=sys.stderr)
         return None
-    read = clippings(library_of(at_level(bundle)))
+    kernels = find_target(bundle.record.target).serving_kernels
+    read = kernels.clippings(kernels.library(at_level(bundle)))
 
     def count(tokens: Sequence[int]) -> Clipping:
         before = read()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.export import gguf
-from pipeline.export.adapter import merged_elements
 from pipeline.export.mapped import FLOATS
+from tapeout.adapters import read_adapter
 from tapeout.resources import Needs
 from tapeout.segments import SEGMENT_BYTES
 from tapeout.tensor_files import stored_tensors
@@ -29,7 +29,7 @@ def needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
     if adapter is None:
         return model
     sizes = _sizes(folder, entry)
-    graph = sizes.stored_bytes + (4 - sizes.least_bytes) * sum(merged_elements(adapter))
+    graph = sizes.stored_bytes + (4 - sizes.least_bytes) * sum(read_adapter(adapter).elements())
     return Needs(model.disk_bytes + graph, model.memory_bytes)
 
 
@@ -40,7 +40,7 @@ def model_needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
     against transformers holds one segment's weights in float32 on either side, or the largest tensor's.
     """
     sizes = _sizes(folder, entry)
-    merged = [] if adapter is None else merged_elements(adapter)
+    merged = [] if adapter is None else read_adapter(adapter).elements()
     disk = (sizes.stored_bytes if sizes.written else 0) + 4 * sum(merged)
     working = 2 * max(4 * max(sizes.elements, default=0), min(4 * sum(sizes.elements), SEGMENT_BYTES))
     written = WRITTEN * 4 * max([*sizes.written, *merged], default=0)

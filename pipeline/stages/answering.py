@@ -27,15 +27,14 @@ def served_core(
     engine: Engine, bundle: Artifact[EngineBundle], limits: Limits, *, threads: int, blocks: int | None = None
 ) -> CoreAnswerer:
     """Over an engine with the tokenizer of ``bundle``, whose library chooses tokens and whose constraints hold."""
-    from engines.kernels.cpu.sampling import sampling_kernel
-    from engines.load import at_level
-    from engines.sessions import library_of
+    from engines.load import at_level, find_target
     from runtime.constraints.compiler import ConstraintCompiler
 
     size = engine.capabilities.vocab_size
     text = (bundle.folder / "tokenizer.json").read_text(encoding="utf-8")
     compiler = ConstraintCompiler(text, size, bundle.record.stop_tokens)
-    kernel = sampling_kernel(library_of(at_level(bundle)), size, threads)
+    kernels = find_target(bundle.record.target).serving_kernels
+    kernel = kernels.sampler(kernels.library(at_level(bundle)), size, threads)
     sampler = BatchSampler(size, compiler, kernel)
     return CoreAnswerer(engine, limits, blocks=blocks, sampler=sampler, constrains=_constrains(compiler))
 

@@ -68,12 +68,12 @@ def _progress(stage: str) -> Callable[[str], None]:
 
     console, last = Console(stderr=True, highlight=False), [""]
 
-    def say(step: str) -> None:
+    def progress(step: str) -> None:
         if step != last[0]:
             console.print(f"  [dim]{stage}:[/] {step}")
             last[0] = step
 
-    return say
+    return progress
 
 
 def _environment(recipe: Recipe) -> None:
@@ -140,7 +140,7 @@ def _plan(recipe: Recipe) -> None:
     from quantization.plan_search import make_plan
     from quantization.sensitivity import Sensitivity
 
-    graph, say = _graph(), _progress("plan")
+    graph, progress = _graph(), _progress("plan")
     make_plan(
         recipe.plan,
         recipe.quantize,
@@ -150,7 +150,7 @@ def _plan(recipe: Recipe) -> None:
         cost_table(recipe, graph.record, measure=recipe.plan.schemes == "auto"),
         _calibration_samples(recipe),
         ARTIFACTS / "plan",
-        progress=say,
+        progress=progress,
     )
 
 

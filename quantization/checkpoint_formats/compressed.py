@@ -61,7 +61,9 @@ def _place(parameter: Parameter) -> ParameterPlace:
             parameter, FLOAT_STORED, "vLLM loads no quantized embedding or lm_head that transformers loads too"
         )
     if not isinstance(format_of(scheme), Integers):
-        return ParameterPlace(parameter, FLOAT_STORED, f"no program that is known to load it has {scheme.format}")
+        return ParameterPlace(
+            parameter, FLOAT_STORED, f"transformers and vLLM are not known to load {scheme.format} alike"
+        )
     if scheme.symmetric:
         return ParameterPlace(parameter, scheme.name)
     reason = "transformers loads no packed zero points"

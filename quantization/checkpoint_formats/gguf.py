@@ -72,7 +72,7 @@ def _place(parameter: Parameter) -> ParameterPlace:
     if scheme == FLOAT:
         return ParameterPlace(parameter, FLOAT_STORED)
     if not isinstance(format_of(scheme), Integers):
-        return ParameterPlace(parameter, FLOAT_STORED, f"no type has the codes of {scheme.format}")
+        return ParameterPlace(parameter, FLOAT_STORED, f"no type that is written here has the codes of {scheme.format}")
     if scheme.activations == "int8":
         return ParameterPlace(parameter, FLOAT_STORED, "there is no place for the static grid of its inputs")
     if (scheme.group_size or 0) % gguf_blocks.BLOCK:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tapeout.number_format import FloatArray, Grid, grouped, storable
+from tapeout.number_format import FloatArray, Grid, grouped
 from tapeout.quantized import QuantizedWeight, fit_range, format_of, nearest_codes, round_to
 from tapeout.schemes import Scheme
 
@@ -58,7 +58,7 @@ def _fit(weight: FloatArray, value: FloatArray, scheme: Scheme) -> Grid:
     lowest = np.empty(0, np.float32)
     for shrink in SHRINKS:
         start = fit_range(weight, scheme, shrink=shrink)
-        for grid in (start, _least_squares(groups, _values(weight, start, scheme), start, value)):
+        for grid in (start, _least_squares(groups, _values(weight, start, scheme), start, value, scheme)):
             error = _weighted_error(groups, _values(weight, grid, scheme), grid, value)
             if best is None:
                 best, lowest = grid, error
@@ -77,11 +77,12 @@ def _values(weight: FloatArray, grid: Grid, scheme: Scheme) -> FloatArray:
     return format_of(scheme).values(nearest_codes(weight, grid, scheme), grid.zero_points[:, :, None])
 
 
-def _least_squares(groups: FloatArray, levels: FloatArray, grid: Grid, value: FloatArray) -> Grid:
+def _least_squares(groups: FloatArray, levels: FloatArray, grid: Grid, value: FloatArray, scheme: Scheme) -> Grid:
     weighted = levels * value
     squares = np.einsum("ngk,ngk->ng", weighted, levels)
     scales = np.einsum("ngk,ngk->ng", weighted, groups) / np.where(squares == 0, np.float32(1), squares)
-    return Grid(storable(np.where(np.isfinite(scales) & (scales != 0), scales, grid.scales)), grid.zero_points)
+    scales = np.where(np.isfinite(scales) & (scales != 0), scales, grid.scales)
+    return Grid(format_of(scheme).storable(scales), grid.zero_points)
 
 
 def _weighted_error(groups: FloatArray, levels: FloatArray, grid: Grid, value: FloatArray) -> FloatArray:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
-from engines.kernels.cpu.clipping import Clipping, Clippings
+from engines.kernels.serving import Clipping, Clippings
 from engines.protocol import Engine, Entry, FloatArray, Result, Wanted
 from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.cache.paged import PagedState

@@ -1,5 +1,5 @@
-"""From one row of logits to one token, in numpy; the native kernel (engines/kernels/cpu/sampling.py) computes the
-same, to the bit, where it can run.
+"""From one row of logits to one token, in numpy; a kernel (:class:`engines.kernels.sampling.Sampler`) computes the
+same, to the bit, where there is one.
 
 V  vocabulary size      K  tokens that the filters keep
 
@@ -13,20 +13,26 @@ distributions. Among equal logits the lower token id comes first.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.kernels.sampling import (
+    NONE_LEFT,
+    NOT_FINITE,
+    ONE,
+    ONE_BITS,
+    Drawn,
+    Filters,
+    SamplingRow,
+    normalizer,
+)
 from engines.protocol import FloatArray
 from runtime.constraints.compiler import MaskArray
 from runtime.wire.messages import SamplingSettings
 
 Int64Array = NDArray[np.int64]
 
-ONE_BITS = 30
-ONE = 1 << ONE_BITS
 LOG2_E = 1 / math.log(2)
 _SMALLEST = np.float32(-40)  # exponents below have weight 0
 _LARGEST_SCALE = 2.0**100
@@ -34,83 +40,11 @@ _LARGEST_SCALE = 2.0**100
 # numbers, 1.6e-7 in float32), found by Lawson's iteration.
 _COEFFICIENTS = tuple(map(np.float32, (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0)))
 
-NOT_FINITE = "the logits hold NaN or infinity"
-NONE_LEFT = "no token may be chosen: the constraint, the logit bias and the stop tokens exclude all"
 
-
-class Filters(NamedTuple):
-    """``scale``: log2(e) over the temperature; 0 is greedy, also for a top-p of 0.
-
-    ``least``: weight of the least likely token for min-p.
-    """
-
-    scale: float
-    top_k: int
-    top_p: float
-    least: int
-
-    @classmethod
-    def of(cls, settings: SamplingSettings) -> Filters:
-        temperature = settings.temperature
-        scale = min(LOG2_E / temperature, _LARGEST_SCALE) if temperature and settings.top_p else 0.0
-        return cls(float(np.float32(scale)), settings.top_k, settings.top_p, math.ceil(settings.min_p * ONE))
-
-
-class Adjustments:
-    """The few tokens whose logits a request changes: the first ``count`` of arrays with room for more.
-
-    A logit becomes ``penalize(logit + bias) + shift``, where ``penalize`` divides a positive number by ``factor`` and
-    multiplies another. A bias of minus infinity excludes the token.
-    """
-
-    def __init__(self, room: int) -> None:
-        self.count = 0
-        self.tokens = np.zeros(room, np.int32)
-        self.bias = np.zeros(room, np.float32)
-        self.factor = np.ones(room, np.float32)
-        self.shift = np.zeros(room, np.float32)
-        arrays = (self.tokens, self.bias, self.factor, self.shift)
-        self.addresses = tuple(array.ctypes.data for array in arrays)
-
-    def add(self, token: int) -> int:
-        """The place of another token, which nothing changes yet."""
-        self.tokens[self.count] = token
-        self.count += 1
-        return self.count - 1
-
-    def apply(self, logits: FloatArray) -> FloatArray:
-        """Changed logits ``[V]``, in new memory."""
-        changed, used = logits.copy(), slice(self.count)
-        tokens, factor = self.tokens[used], self.factor[used]
-        values = logits[tokens] + self.bias[used]
-        changed[tokens] = np.where(values > 0, values / factor, values * factor) + self.shift[used]
-        return changed
-
-
-class SamplingRow(NamedTuple):
-    """What one draw depends on.
-
-    ``random``: 64 random bits. ``mask``: a bit for each token, set where it is allowed. ``top``: how many of the
-    likeliest tokens are wanted; None if no log-probabilities are.
-    """
-
-    logits: FloatArray
-    filters: Filters
-    random: int = 0
-    adjustments: Adjustments | None = None
-    mask: MaskArray | None = None
-    top: int | None = None
-
-
-class Drawn(NamedTuple):
-    """``token``: or why there is none. A log-probability is a logit less the ``normalizer``.
-
-    ``likeliest``: the ``top`` tokens of the logits as they are, from the likeliest on.
-    """
-
-    token: int | str
-    normalizer: float = math.nan
-    likeliest: Sequence[int] = ()
+def filters_of(settings: SamplingSettings) -> Filters:
+    temperature = settings.temperature
+    scale = min(LOG2_E / temperature, _LARGEST_SCALE) if temperature and settings.top_p else 0.0
+    return Filters(float(np.float32(scale)), settings.top_k, settings.top_p, math.ceil(settings.min_p * ONE))
 
 
 def draw(row: SamplingRow) -> Drawn:
@@ -122,11 +56,6 @@ def draw(row: SamplingRow) -> Drawn:
             return Drawn(_token(row))
         total = int(weights(row.logits, LOG2_E).sum())
         return Drawn(_token(row), normalizer(float(max_logit), total), largest(row.logits, row.top).tolist())
-
-
-def normalizer(max_logit: float, total: int) -> float:
-    """Logarithm of the sum of exponentials of logits, from the sum of their weights."""
-    return max_logit + math.log(total / ONE)
 
 
 def _token(row: SamplingRow) -> int | str:

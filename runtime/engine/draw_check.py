@@ -1,4 +1,4 @@
-"""What a bundle's native library draws from logits, compared with numpy: the server's sampler with both."""
+"""What the kernel of a bundle's library draws from logits, compared with numpy: the server's sampler with both."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from engines.bundle import EngineBundle
-from engines.kernels.cpu.sampling import SamplingKernel
+from engines.kernels.sampling import Sampler
+from engines.load import find_target
 from engines.protocol import FloatArray
 from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.wire.messages import GenerateRequest, SamplingSettings
@@ -34,15 +35,15 @@ def draw_counts(bundle: Artifact[EngineBundle], logits: FloatArray) -> dict[str,
 
     One response to each setting and seed, whose logits are the rows of ``logits``: ``[P, V]``.
 
-    ``bundle``: as :func:`engines.load.at_level` gives it. Nothing where it has no native library.
+    ``bundle``: as :func:`engines.load.at_level` gives it. Nothing where it has no library.
     """
-    from engines.sessions import library_of
+    kernels = find_target(bundle.record.target).serving_kernels
+    library = kernels.library(bundle)
+    kernel = None if library is None else kernels.sampler(library, logits.shape[1], THREADS)
+    return {} if kernel is None else compared(kernel, logits)
 
-    library = library_of(bundle)
-    return {} if library is None else compared(SamplingKernel(library, logits.shape[1], THREADS), logits)
 
-
-def compared(kernel: SamplingKernel, logits: FloatArray) -> dict[str, tuple[int, int]]:
+def compared(kernel: Sampler, logits: FloatArray) -> dict[str, tuple[int, int]]:
     """:func:`draw_counts` of a library that is open."""
     requests = {f"{name} {seed}": _request(name, seed, logits) for name in SETTINGS for seed in SEEDS}
     native, numpy = (_responses(one, requests, logits) for one in (kernel, None))
@@ -70,7 +71,7 @@ def _request(name: str, seed: int, logits: FloatArray) -> GenerateRequest:
 
 
 def _responses(
-    kernel: SamplingKernel | None, requests: Mapping[str, GenerateRequest], logits: FloatArray
+    kernel: Sampler | None, requests: Mapping[str, GenerateRequest], logits: FloatArray
 ) -> dict[str, list[SampledToken]]:
     sampler = BatchSampler(logits.shape[1], kernel=kernel)
     for request in requests.values():

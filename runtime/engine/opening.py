@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from engines.kernels.cpu.clipping import Clipping, Clippings, clippings
+from engines.kernels.serving import Clipping, Clippings
 from runtime.wire.messages import EngineInfo
 from runtime.wire.start import EngineSettings
 from tapeout.errors import RequestError
 
 if TYPE_CHECKING:
-    from engines.kernels.cpu.sampling import SamplingKernel
+    from engines.kernels.sampling import Sampler
     from engines.protocol import Engine
 
 TEXT = frozenset({".jinja", ".json"})  # suffixes of files that a server on another machine may ask for
@@ -28,7 +28,7 @@ class Opened(NamedTuple):
     engine: Engine
     info: EngineInfo
     tokenizer: str | None = None
-    kernel: SamplingKernel | None = None
+    kernel: Sampler | None = None
     threads: int = 0
     clippings: Clippings = Clipping
     folder: Path = Path()
@@ -40,9 +40,7 @@ Opener = Callable[[Path, EngineSettings], Opened]
 
 def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
     from engines.bundle import EngineBundle
-    from engines.kernels.cpu.sampling import sampling_kernel
-    from engines.load import at_level, load
-    from engines.sessions import library_of
+    from engines.load import at_level, find_target, load
     from tapeout import artifact
 
     bundle = artifact.load_record(folder, EngineBundle)
@@ -75,6 +73,7 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
     tokenizer = folder / "tokenizer.json"
     text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
     threads = max(1, has.threads)
-    library = library_of(at_level(bundle, settings.level))
-    kernel = sampling_kernel(library, has.vocab_size, threads)
-    return Opened(engine, info, text, kernel, threads, clippings(library), folder)
+    kernels = find_target(record.target).serving_kernels
+    library = kernels.library(at_level(bundle, settings.level))
+    sampler = kernels.sampler(library, has.vocab_size, threads)
+    return Opened(engine, info, text, sampler, threads, kernels.clippings(library), folder)

@@ -21,11 +21,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from engines.kernels.cpu.sampling import NONE_LEFT, NOT_FINITE, KernelRow, SamplingKernel
+from engines.kernels.sampling import Adjustments, Drawn, Filters, Sampler, SamplingRow
 from engines.protocol import FloatArray
 from runtime.constraints.compiler import ConstraintCompiler, Matcher
-from runtime.engine import draw as draw_
-from runtime.engine.draw import Adjustments, Drawn, Filters, SamplingRow, draw, normalizer, random_bits
+from runtime.engine.draw import draw, filters_of, random_bits
 from runtime.wire.messages import GenerateRequest, SamplingSettings, TokenLogprobs
 from tapeout.errors import RequestError
 
@@ -47,11 +46,11 @@ class BatchSampler:
     """
 
     def __init__(
-        self, vocab_size: int, constraints: ConstraintCompiler | None = None, kernel: SamplingKernel | None = None
+        self, vocab_size: int, constraints: ConstraintCompiler | None = None, kernel: Sampler | None = None
     ) -> None:
         """``constraints``: compiles those of the requests; without one, requests with a constraint are refused.
 
-        ``kernel``: see :func:`engines.kernels.cpu.sampling.sampling_kernel`; numpy chooses the same without one.
+        ``kernel``: of the target (:class:`engines.kernels.serving.ServingKernels`); numpy chooses the same without one.
         """
         self._vocab_size, self._constraints, self._kernel = vocab_size, constraints, kernel
         self._states: dict[str, _State] = {}
@@ -138,7 +137,7 @@ class BatchSampler:
 
         :class:`RequestError` if logits are not finite.
         """
-        greedy = Filters.of(SamplingSettings())
+        greedy = filters_of(SamplingSettings())
         drawn = self._draw([SamplingRow(row, greedy, top=count) for row in logits])
         for one in drawn:
             if isinstance(one.token, str):
@@ -149,9 +148,7 @@ class BatchSampler:
         assert all(row.logits.shape == (self._vocab_size,) and row.logits.dtype == np.float32 for row in rows)
         if self._kernel is None or not rows:
             return [draw(row) for row in rows]
-        calls = [_KernelDraw(row) for row in rows]
-        self._kernel.run([call.native for call in calls])
-        return [call.drawn() for call in calls]
+        return self._kernel.draw(rows)
 
 
 def check(request: GenerateRequest, vocab_size: int) -> None:
@@ -178,35 +175,6 @@ def _logprobs(token: int, logits: FloatArray, drawn: Drawn) -> TokenLogprobs:
     return TokenLogprobs(token, float(logits[token]) - drawn.normalizer, tuple(likeliest))
 
 
-class _KernelDraw:
-    """A draw by the native kernel. Keeps the arrays that it points to."""
-
-    def __init__(self, row: SamplingRow) -> None:
-        self._logits = np.ascontiguousarray(row.logits)
-        self._row = row
-        self.native = native = KernelRow()
-        native.logits = self._logits.ctypes.data
-        native.scale, native.top_k, native.top_p, native.least = row.filters
-        native.random = row.random
-        native.top = -1
-        if row.adjustments is not None:
-            native.adjusted = row.adjustments.count
-            native.tokens, native.bias, native.factor, native.shift = row.adjustments.addresses
-        if row.mask is not None:
-            native.mask = row.mask.ctypes.data
-        if row.top is not None:
-            native.top = min(row.top, len(row.logits))
-            self._likeliest = np.zeros(native.top, np.int32)
-            native.top_tokens = self._likeliest.ctypes.data
-
-    def drawn(self) -> Drawn:
-        native = self.native
-        token = {NOT_FINITE: draw_.NOT_FINITE, NONE_LEFT: draw_.NONE_LEFT}.get(native.token, native.token)
-        if self._row.top is None or not native.total:
-            return Drawn(token)
-        return Drawn(token, normalizer(native.max, native.total), self._likeliest.tolist())
-
-
 @dataclass
 class _State:
     request: GenerateRequest
@@ -221,7 +189,7 @@ class _State:
         settings = request.sampling
         seed = secrets.randbits(64) if settings.seed is None else settings.seed
         changes = _Changes(request, vocab_size) if _Changes.needed(request) else None
-        return cls(request, Filters.of(settings), seed, changes, compiling)
+        return cls(request, filters_of(settings), seed, changes, compiling)
 
     def row(self, logits: FloatArray) -> SamplingRow | str:
         """What to draw from; or why the request fails."""

@@ -9,18 +9,13 @@ import numpy as np
 
 from tapeout.formats.int8 import same
 from tapeout.integers import Integers
-from tapeout.number_format import AnyArray, Coded, FloatArray, Grouping, Tensors
+from tapeout.number_format import AnyArray, Coded, Grouping, Tensors
 from tapeout.packed_codes import BYTES
-
-SOME_STEP = 1 / 32  # of the inputs, where no calibration tells one
 
 
 @dataclass(frozen=True)
 class StaticInt8(Integers):
     """``input_scale`` is the step of the symmetric grid of the inputs, float32 ``[1]``."""
-
-    def nearest(self, weight: FloatArray, grouping: Grouping) -> Coded:
-        return super().nearest(weight, grouping)._replace(input_scale=SOME_STEP)
 
     @property
     def integer_bits(self) -> int:

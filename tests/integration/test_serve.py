@@ -165,7 +165,7 @@ def test_lm_eval_scores_over_http_as_in_process(
         engine,
         tokenizer,
         stop_tokens=[tokenizer.token_to_id("<|im_end|>")],
-        beginning=None,
+        bos_token=None,
         answerer=lambda engine: CoreAnswerer(engine, Limits()),
     )
     expected = own.loglikelihood(requests)

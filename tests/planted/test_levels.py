@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines import sessions
 from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.kernels import cpu as native
-from engines.kernels.cpu import LEVELS, compiler
+from engines.kernels.cpu import LEVELS, compiler, serving
 from engines.kernels.operators import OPERATORS
 from engines.load import at_level, graph_target, load
 from engines.protocol import Entry, FloatArray, Result
@@ -113,7 +112,7 @@ def artifacts(graph: Artifact[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def processor(patch: pytest.MonkeyPatch, *features: str) -> None:
     """As if the processor had no other features."""
-    for module in (fingerprint, native, sessions):
+    for module in (fingerprint, native, serving):
         patch.setattr(module, "cpu_features", lambda: features)
 
 
@@ -454,4 +453,4 @@ def test_a_bundle_of_foreign_levels_only_is_built_and_not_opened(
     with pytest.raises(FingerprintError, match="this CPU lacks avx512f"):
         load(bundle.folder)
     with pytest.raises(BuildError, match=f"{BEST.name}.so cannot run here: it needs avx512f"):
-        sessions.library_of(bundle)
+        serving.library_of(bundle)

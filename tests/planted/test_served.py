@@ -356,12 +356,12 @@ def answers(made: Made, questions_on_disk: Path) -> tuple[SourceAnswer, ...]:
 
 
 def ask(
-    made: Made, questions_on_disk: Path, harness: type[EngineLM] = EngineLM, beginning: int | None = None
+    made: Made, questions_on_disk: Path, harness: type[EngineLM] = EngineLM, bos_token: int | None = None
 ) -> list[ChoiceItem]:
     """What both engines answer, asked by a harness."""
     tokenizer = Tokenizer.from_file(str(made.graph.folder / "tokenizer.json"))
     baseline, candidate = (
-        harness(Sequences(load(bundle.folder, threads=1)), tokenizer, stop_tokens=[2], beginning=beginning)
+        harness(Sequences(load(bundle.folder, threads=1)), tokenizer, stop_tokens=[2], bos_token=bos_token)
         for bundle in (made.baseline, made.candidate)
     )
     return [
@@ -546,7 +546,7 @@ def test_sound_engines_answer_as_the_source_model_does(
 
 
 @pytest.mark.parametrize(
-    ("harness", "beginning", "worst"), [(Shifted, None, "sciq"), (LostSpaces, None, ""), (EngineLM, 1, "")]
+    ("harness", "bos_token", "worst"), [(Shifted, None, "sciq"), (LostSpaces, None, ""), (EngineLM, 1, "")]
 )
 def test_a_harness_that_scores_something_else(
     made: Made,
@@ -554,11 +554,11 @@ def test_a_harness_that_scores_something_else(
     answers: tuple[SourceAnswer, ...],
     tmp_path: Path,
     harness: type[EngineLM],
-    beginning: int | None,
+    bos_token: int | None,
     worst: str,
 ) -> None:
     """Both engines are asked in the same wrong way, so comparing them shows nothing."""
-    check = answered(made, tmp_path, ask(made, questions_on_disk, harness, beginning), answers)["source_loglikelihood"]
+    check = answered(made, tmp_path, ask(made, questions_on_disk, harness, bos_token), answers)["source_loglikelihood"]
     assert check.outcome is Outcome.FAIL and check.reason.startswith(worst)
 
 

@@ -14,6 +14,8 @@ from pipeline.export.adapter import merge_adapter
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.export import export
 from pipeline.sources.fetch import fetch
+from tapeout.adapters import read_adapter
+from tapeout.errors import ExportError
 from tests import checkpoints
 from tests.families import MAX_POSITIONS, random_model
 from tests.unit.test_sources import recipe, sound_tables
@@ -59,6 +61,22 @@ def test_modules_that_were_trained_as_a_whole(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")
     merge_adapter(model, tmp_path / "adapter")
     assert torch.equal(model.lm_head.weight, head)
+
+
+def test_an_adapter_is_read_without_a_model(tmp_path: Path) -> None:
+    """Names and shapes alone, which whoever runs it has, too."""
+    checkpoints.adapter(tmp_path / "adapter", random_model("llama"))
+    adapter = read_adapter(tmp_path / "adapter")
+    modules = dict.fromkeys([*adapter.pairs, "model.norm", "lm_head"], True)
+    adapter.require_targets(modules, "Llama")
+    missing = "model.layers.7." + next(iter(adapter.pairs)).rpartition(".layers.")[2].partition(".")[2]
+    with pytest.raises(ExportError, match=f"lacks tensors for {missing}"):
+        adapter.require_targets(modules | {missing: True}, "Llama")
+    for module, (down, up) in adapter.pairs.items():
+        assert down.shape[0] == up.shape[1] == adapter.rank
+        adapter.require_shapes(module, up.shape[0], down.shape[1])
+        with pytest.raises(ExportError, match=r"lora_A\.weight of the adapter is"):
+            adapter.require_shapes(module, up.shape[0], down.shape[1] + 1)
 
 
 def test_an_adapter_is_fetched_merged_and_exported(tmp_path: Path) -> None:

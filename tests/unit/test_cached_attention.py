@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.kernels import cpu as native
-from engines.kernels.cpu.clipping import Clipping, ValueCounts, clippings
+from engines.kernels.cpu.clipping import clippings
 from engines.kernels.operators import DOMAIN
+from engines.kernels.serving import Clipping, ValueCounts
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tests.attention_graph import unpacked

@@ -200,6 +200,14 @@ def test_compressed_tensors_keep_static_int8(tmp_path: Path) -> None:
     assert one.input_scale == other.input_scale and np.array_equal(one.codes, other.codes)
 
 
+@pytest.mark.parametrize("name", ["compressed-tensors", "gguf"])
+def test_codes_that_a_format_is_not_written_with_are_stored_in_float(tmp_path: Path, name: str) -> None:
+    model = quantized_model(tmp_path / "q", only_linears(Scheme.model_validate({"format": "mxfp4"})))
+    found = exported(model, name, tmp_path / "out", wider=True)
+    assert found.wider
+    assert_same_weights(model, tmp_path / "out")
+
+
 def test_compressed_tensors_refuse_what_only_one_reader_loads(tmp_path: Path) -> None:
     model = quantized_model(tmp_path / "q", mixed)
     with pytest.raises(QuantizationError, match=r"(.|\n)*embed_tokens.weight in 6-bit g64: vLLM loads(.|\n)*--wider"):

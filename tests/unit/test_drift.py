@@ -12,7 +12,7 @@ from datasets import Dataset
 from numpy.random import Generator
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from engines.kernels.cpu.clipping import Clipping, ValueCounts
+from engines.kernels.serving import Clipping, ValueCounts
 from evals.kinds.drift import KIND, Distance, DriftReport, DriftSettings
 from evals.kinds.drift.measure import distances, drift
 from pipeline.cli.main import main

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engines.kernels.cpu.clipping import Clipping, ValueCounts
+from engines.kernels.serving import Clipping, ValueCounts
 from engines.protocol import Entry, Result
 from runtime.engine.core import BROKEN_STEPS, CLIPPING_STEPS, EngineBrokenError, EngineCore
 from runtime.engine.speculation import Speculation

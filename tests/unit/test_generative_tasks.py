@@ -132,7 +132,7 @@ def spoken(engine: History, tokens: list[int], count: int) -> list[str]:
 
 def test_answers_are_generated_cut_scored_and_paired() -> None:
     engines = [History(max_tokens=32, noise=noise) for noise in (0.0, 2.0)]
-    left, right = (EngineLM(engine, words(), stop_tokens=[31], beginning=None, answerer=answerer) for engine in engines)
+    left, right = (EngineLM(engine, words(), stop_tokens=[31], bos_token=None, answerer=answerer) for engine in engines)
     rows = [{"question": f"w{n} w{n + 1}", "answer": spoken(engines[0], [3, 4, n, n + 1], 6)[2]} for n in range(8)]
     toy = replace(
         TASK,
@@ -156,7 +156,7 @@ def test_answers_are_generated_cut_scored_and_paired() -> None:
     assert answer_items(task, [0, 2, 5], left, right) == items
     assert items[0].baseline_score == 0 and items[1].baseline_score == 1  # cut before the word that was wanted
     with pytest.raises(EvidenceError, match=r"question 0 of task toy has 4 tokens(.|\n)*at most 2"):
-        replaced = EngineLM(History(max_tokens=8), words(), stop_tokens=[31], beginning=None)
+        replaced = EngineLM(History(max_tokens=8), words(), stop_tokens=[31], bos_token=None)
         task.require_room([0], replaced)
     with pytest.raises(EvidenceError, match="score from 0 to 1"):
         replace(toy, scorers={"wild": lambda *_: 1.5}).score("a", "b")
@@ -284,5 +284,5 @@ def test_prompts_are_read_as_they_are_written(tiny_checkpoint: Path) -> None:
     """The tokenizer of the tiny llama reads a prompt with its examples back as it was written."""
     tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
     task = FreeTextTask("gsm8k", TASK, sums(2, 3), sums(2, 4))
-    lm = EngineLM(History(1024, max_tokens=4096), tokenizer, stop_tokens=[2], beginning=None)
+    lm = EngineLM(History(1024, max_tokens=4096), tokenizer, stop_tokens=[2], bos_token=None)
     assert tokenizer.decode(lm.tok_encode(task.prompt(0))) == task.prompt(0)

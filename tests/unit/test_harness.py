@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from engines.sequences import Sequences
 from evals.items import read_items
 from evals.kinds.tasks import ChoiceItem, EvalReport, TaskSettings
-from evals.kinds.tasks.harness import EngineLM, beginning_of_text, encode
+from evals.kinds.tasks.harness import EngineLM, bos_token_of, encode
 from evals.kinds.tasks.questions import choose_documents, definition_path, load_task, share_out
 from evals.kinds.text import HeldOutSettings, TextItem, text_metrics
 from evals.kinds.text.measure import choice_items, evaluate, task_metrics
@@ -43,7 +43,7 @@ def answerer(engine: Any) -> CoreAnswerer:
 
 
 def lm_over(engine: Any, **options: Any) -> EngineLM:
-    return EngineLM(engine, words(), stop_tokens=[0], beginning=options.pop("beginning", None), **options)
+    return EngineLM(engine, words(), stop_tokens=[0], bos_token=options.pop("bos_token", None), **options)
 
 
 def instance(kind: Any, *arguments: Any) -> Instance:
@@ -116,22 +116,22 @@ def test_non_finite_logits_are_refused() -> None:
         lm_over(engine)._loglikelihood_tokens([(None, [1], [2])])
 
 
-def test_beginning_of_text_is_pinned_and_put_once() -> None:
+def test_the_bos_token_is_pinned_and_put_once() -> None:
     tokenizer = words()
-    assert beginning_of_text(tokenizer) is None
+    assert bos_token_of(tokenizer) is None
     tokenizer.post_processor = processors.TemplateProcessing(single="w7 $A", special_tokens=[("w7", 7)])
-    assert beginning_of_text(tokenizer) == 7
+    assert bos_token_of(tokenizer) == 7
     assert encode(tokenizer, "w2 w3", 7) == encode(tokenizer, "w7 w2 w3", 7) == [7, 2, 3]
     assert encode(tokenizer, "w2 w3", None) == [2, 3]
     tokenizer.post_processor = processors.TemplateProcessing(single="$A w7", special_tokens=[("w7", 7)])
     with pytest.raises(EvidenceError, match="beginning-of-text"):
-        beginning_of_text(tokenizer)
+        bos_token_of(tokenizer)
 
 
-@pytest.mark.parametrize("beginning, context", [(None, [0]), (7, [7])])
-def test_an_empty_context_is_the_prefix_token(beginning: int | None, context: list[int]) -> None:
+@pytest.mark.parametrize("bos_token, context", [(None, [0]), (7, [7])])
+def test_an_empty_context_is_the_prefix_token(bos_token: int | None, context: list[int]) -> None:
     engine = History()
-    ((score, _),) = lm_over(engine, beginning=beginning).loglikelihood([instance("loglikelihood", "", "w4 w5")])
+    ((score, _),) = lm_over(engine, bos_token=bos_token).loglikelihood([instance("loglikelihood", "", "w4 w5")])
     rows = np.stack([engine.engine.logits_after(context), engine.engine.logits_after([*context, 4])])
     assert score == pytest.approx(log_likelihoods(rows, [4, 5]).sum())
 
@@ -160,7 +160,7 @@ def test_generate_until_cuts_at_the_stop_string_and_truncates_from_the_left() ->
         tokens.append(int(engine.engine.logits_after(tokens).argmax()))
     answer = [f"w{token}" for token in tokens[1:]]
     unsaid = next(token for token in range(32) if token not in tokens)
-    lm = EngineLM(engine, words(), stop_tokens=[unsaid], beginning=None, answerer=answerer)
+    lm = EngineLM(engine, words(), stop_tokens=[unsaid], bos_token=None, answerer=answerer)
     free, cut = lm.generate_until(
         [
             instance("generate_until", "w3", {"max_gen_toks": 8, "until": []}),
@@ -240,7 +240,7 @@ def test_loglikelihoods_match_lm_evals_own_transformers_model(
         Sequences(TorchEngine(tiny_model, max_tokens=512)),
         tokenizer,
         stop_tokens=[2],
-        beginning=beginning_of_text(tokenizer),
+        bos_token=bos_token_of(tokenizer),
     )
     theirs = HFLM(pretrained=tiny_model, tokenizer=AutoTokenizer.from_pretrained(tiny_checkpoint), batch_size=1)
     logs: list[list[dict[str, Any]]] = []
@@ -267,7 +267,7 @@ def test_templates_that_are_compiled_once_read_the_same(data: Path, monkeypatch:
 def test_task_items_pair_by_document_and_know_the_right_answer(data: Path, tiny_checkpoint: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
     engines = [History(tokenizer.get_vocab_size(), max_tokens=512, noise=noise) for noise in (0.0, 0.4)]
-    left, right = (EngineLM(engine, tokenizer, stop_tokens=[2], beginning=None) for engine in engines)
+    left, right = (EngineLM(engine, tokenizer, stop_tokens=[2], bos_token=None) for engine in engines)
     for name, choices in (("sciq", 4), ("winogrande", 2)):
         task = load_task(name, data)
         numbers = [1, 4, 9, 20]
@@ -295,7 +295,7 @@ class Inattentive(EngineLM):
 
 
 def test_engines_that_saw_different_questions_are_not_paired(data: Path) -> None:
-    left, right = (kind(History(), words(), stop_tokens=[0], beginning=None) for kind in (EngineLM, Inattentive))
+    left, right = (kind(History(), words(), stop_tokens=[0], bos_token=None) for kind in (EngineLM, Inattentive))
     with pytest.raises(EvidenceError, match="not asked the same questions of winogrande"):
         choice_items(load_task("winogrande", data), [1, 4], left, right)
 

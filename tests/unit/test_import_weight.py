@@ -20,7 +20,7 @@ RUNTIME = sorted(
 
 LIGHT = (
     *("engines", "engines.load", "engines.bundle", "engines.protocol", "pipeline", "pipeline.cli.main"),
-    *("tapeout", "tapeout.artifact", "tapeout.recipe", "tapeout.portable_graph"),
+    *("tapeout", "tapeout.adapters", "tapeout.artifact", "tapeout.recipe", "tapeout.portable_graph"),
     *("evals.known", "evals.verdict", "pipeline.recipe", "quantization", *RUNTIME),
 )
 IN_TURN = """

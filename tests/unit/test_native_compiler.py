@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines import sessions
 from engines.bundle import IOContract, LoweredRecord
 from engines.compile import build
 from engines.kernels import cpu as native
-from engines.kernels.cpu import LEVELS, Level, compiler, unsupported
+from engines.kernels.cpu import LEVELS, Level, compiler, serving, unsupported
 from engines.load import find_target
 from engines.sessions import cpu_options
 from engines.targets import ort_cpu
@@ -230,7 +229,7 @@ def test_where_they_cannot_run_nothing_is_compiled_and_sessions_start_without(
 
 
 def held(folder: Path, *levels: Level) -> Any:
-    """What :func:`engines.sessions.library_of` reads of a bundle."""
+    """What :func:`engines.kernels.cpu.serving.library_of` reads of a bundle."""
     hardware = [
         Fingerprint(machine=level.machine, features=level.needed, libraries={}, level=level.name, more_features=True)
         for level in levels
@@ -245,13 +244,13 @@ def test_a_library_for_a_better_processor_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: Level
 ) -> None:
     """A bundle from elsewhere, by whatever way it is opened."""
-    monkeypatch.setattr(sessions, "verify_files", lambda folder, files: None)
-    monkeypatch.setattr(sessions, "cpu_features", lambda: LEAST.needed)
+    monkeypatch.setattr(serving, "verify_files", lambda folder, files: None)
+    monkeypatch.setattr(serving, "cpu_features", lambda: LEAST.needed)
     if built == LEAST:
-        assert sessions.library_of(held(tmp_path, built)) == tmp_path / built.file
+        assert serving.library_of(held(tmp_path, built)) == tmp_path / built.file
         return
     with pytest.raises(BuildError) as caught:
-        sessions.library_of(held(tmp_path, built))
+        serving.library_of(held(tmp_path, built))
     lacking = ", ".join(feature for feature in built.needed if feature not in LEAST.needed)
     reason = f"it needs {lacking}, which this processor lacks" if built.machine == "x86_64" else "it is for aarch64"
     assert caught.value.found == f"{tmp_path / built.file} cannot run here: {reason}"
@@ -262,13 +261,13 @@ def test_an_edited_library_and_one_that_the_bundle_lacks_are_not_loaded(tmp_path
     made = held(tmp_path, LEAST)
     made.files = {}
     with pytest.raises(BuildError, match="the bundle does not carry it"):
-        sessions.library_of(made)
+        serving.library_of(made)
     path = tmp_path / LEAST.file
     path.parent.mkdir()
     path.write_bytes(b"edited")
     made.files = {LEAST.file: FileEntry(hashlib.sha256(b"as built").hexdigest(), 6)}
     with pytest.raises(ArtifactError, match=f"{LEAST.name}.so has sha256"):
-        sessions.library_of(made)
+        serving.library_of(made)
 
 
 @COMPILES

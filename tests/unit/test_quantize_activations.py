@@ -9,8 +9,9 @@ import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from engines.kernels.cpu.clipping import Clipping, ValueCounts, clippings
+from engines.kernels.cpu.clipping import clippings
 from engines.kernels.operators import DOMAIN
+from engines.kernels.serving import Clipping, ValueCounts
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tests.lowering import model_of, named, parameter, value

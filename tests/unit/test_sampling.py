@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from engines.kernels.cpu import LEVELS, Level, compiler
 from engines.kernels.cpu.sampling import SamplingKernel
+from engines.kernels.sampling import ONE
 from engines.protocol import FloatArray
-from runtime.engine.draw import ONE, Filters, candidates, random_bits
+from runtime.engine.draw import candidates, filters_of, random_bits
 from runtime.engine.sampling import MOST_LOGPROBS, BatchSampler
 from runtime.wire.messages import GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError
@@ -100,7 +101,7 @@ def reference(logits: FloatArray, settings: SamplingSettings) -> FloatArray:
 )
 def test_probabilities_are_those_of_transformers(settings: SamplingSettings) -> None:
     logits = np.random.default_rng(1).normal(0, 2, 5000).astype(np.float32)
-    kept, weights = candidates(logits, Filters.of(settings))
+    kept, weights = candidates(logits, filters_of(settings))
     ours = np.zeros(len(logits))
     ours[kept] = weights / weights.sum()
     expected = reference(logits, settings)

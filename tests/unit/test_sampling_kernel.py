@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from engines.kernels.cpu import Level, compiler
 from engines.kernels.cpu.sampling import SamplingKernel, sampling_kernel
-from runtime.engine.draw import Adjustments, Drawn, Filters, SamplingRow
+from engines.kernels.sampling import Adjustments, Drawn, SamplingRow
+from runtime.engine.draw import filters_of
 from runtime.engine.sampling import BatchSampler
 from runtime.wire.messages import SamplingSettings
 from tests.native import least_level
@@ -70,7 +71,7 @@ def random_row(generator: np.random.Generator, vocab_size: int) -> SamplingRow:
     random = int(generator.integers(0, 2**64 - 1, dtype=np.uint64, endpoint=True))
     if generator.random() < 0.1:
         random = [0, 2**64 - 1][generator.integers(2)]
-    return SamplingRow(random_logits(generator, vocab_size), Filters.of(sampling), random, adjustments, mask, top)
+    return SamplingRow(random_logits(generator, vocab_size), filters_of(sampling), random, adjustments, mask, top)
 
 
 @given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from(PLACES), count=st.integers(1, 5))

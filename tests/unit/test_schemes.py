@@ -49,13 +49,18 @@ def test_floats_have_no_codes() -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("name", CODED)
 def test_weights_of_experts_are_those_of_each_expert(name: str, symmetric: bool) -> None:
-    """``[E, N, K]``: rounded and decoded as E weights ``[N, K]``."""
+    """``[E, N, K]``: rounded, decoded, stored and read as E weights ``[N, K]``."""
     weights = RNG.standard_normal((3, 8, 64)).astype(np.float32)
     wanted = scheme(name, symmetric=symmetric)
     together = round_to_nearest(weights, wanted)
     assert together.codes.shape == weights.shape and together.scales.shape[:2] == (3, 8)
     for one, weight in zip(together.dequantize(), weights, strict=True):
         np.testing.assert_array_equal(one, round_to_nearest(weight, wanted).dequantize())
+    if wanted.activations == "float":
+        found = format_of(wanted)
+        read = QuantizedWeight.of(found.decode(found.encode(together.coded)), wanted)
+        np.testing.assert_array_equal(read.codes, together.codes)
+        np.testing.assert_array_equal(read.dequantize(), together.dequantize())
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import engines.targets
+from engines.bundle import EngineBundle
 from engines.compile import build
-from engines.load import find_target, graph_target, hardware_target, known_targets, load, open_probe
+from engines.kernels.sampling import Drawn, SamplingRow
+from engines.kernels.serving import Clipping, Clippings, ValueCounts
+from engines.load import at_level, find_target, graph_target, hardware_target, known_targets, load, open_probe
 from engines.passes.graph import linears, rotary_tables
 from engines.passes.tensorrt import fixed_kv_cache
 from engines.sequences import Sequences
 from engines.target import Passes, Target
 from quantization.compressed_tensors import open_checkpoint
+from runtime.engine.draw_check import SEEDS, draw_counts
+from runtime.engine.opening import open_bundle
+from runtime.engine.sampling import BatchSampler
+from runtime.wire.messages import GenerateRequest, SamplingSettings
+from runtime.wire.start import EngineSettings
+from tapeout.artifact import Artifact
 from tapeout.errors import BuildError, FingerprintError
 from tests.exported import family_graph
 from tests.families import LAYERS
@@ -87,6 +97,60 @@ def test_a_target_whose_passes_make_no_such_cache_is_refused(
         )
     assert refused.value.expected == "UINT8, for a KV cache in int4"
     assert not (tmp_path / "bundle").exists()
+
+
+class ServingOnChip:
+    """Kernels of a target that is no CPU, by the library of its bundles."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def library(self, bundle: Artifact[EngineBundle]) -> Path:
+        return bundle.folder / "chip.bin"
+
+    def sampler(self, library: Path | None, vocab_size: int, threads: int) -> ChipSampler:
+        self.asked.append((library, vocab_size))
+        return ChipSampler()
+
+    def clippings(self, library: Path | None) -> Clippings:
+        self.asked.append((library,))
+        return lambda: COUNTED
+
+
+class ChipSampler:
+    def draw(self, rows: Sequence[SamplingRow]) -> list[Drawn]:
+        return [Drawn(7) for _ in rows]
+
+
+COUNTED = Clipping(ValueCounts(90, 2), ValueCounts(7, 1))
+
+
+def test_a_target_brings_the_kernels_that_serve(custom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Served, and compared with numpy for the gate, are the draws of the target's own kernel."""
+    graph = family_graph("llama")
+    bundle = build(
+        graph,
+        open_checkpoint(graph.folder),
+        tmp_path / "bundle",
+        target=graph_target(custom),
+        precision="float32",
+        slots=2,
+        kv_scales={},
+        parents={"graph": graph},
+    )
+    kernels, library = ServingOnChip(), bundle.folder / "chip.bin"
+    monkeypatch.setattr(type(find_target(custom)), "serving_kernels", kernels)
+    opened = open_bundle(bundle.folder, EngineSettings())
+    vocab_size = opened.info.vocab_size
+    assert kernels.asked == [(library, vocab_size), (library,)]
+    assert opened.clippings() == COUNTED
+    logits = np.zeros((1, vocab_size), np.float32)
+    request = GenerateRequest("a", [3], 1, SamplingSettings(temperature=1))
+    sampler = BatchSampler(vocab_size, kernel=opened.kernel)
+    sampler.add(request)
+    assert sampler.choose(["a"], logits)[0].token == 7
+    assert draw_counts(at_level(bundle), logits)["greedy"] == (len(SEEDS), len(SEEDS))  # numpy chooses token 0
+    opened.engine.close()
 
 
 def test_the_targets_are_the_modules() -> None:

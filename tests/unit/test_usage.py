@@ -119,7 +119,7 @@ def test_what_a_crash_leaves_is_replayed_once(place: Place, monkeypatch: pytest.
     ended, running, refused = begin(usage), begin(usage, prompt=9), begin(usage)
     end(usage, ended, 3, "length")
     progress(usage, running, 4)
-    usage._note_progress({})
+    usage._write_progress({})
     progress(usage, running, 2)
     refuse(usage, refused)
     left = usage._path.read_bytes()

@@ -42,7 +42,7 @@ class CpuKernels:
         return "" if self.level else unsupported()
 
     def unsupported_weight(self, weight: QuantizedWeight) -> str:
-        size, columns = weight.group_size, weight.codes.shape[1]
+        size, columns = weight.group_size, weight.codes.shape[-1]
         if not format_of(weight.scheme).integer_bits or weight.scheme.activations == "int8":
             return f"native kernels take no weights in {weight.scheme.name}"
         if size % SMALLEST_BLOCK or columns % size:

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from engines.kernels.sampling import NONE_LEFT, NOT_FINITE, Drawn, SamplingRow, normalizer
 from tapeout.cores import keep_to, usable
 from tapeout.errors import BuildError
 
-NOT_FINITE, NONE_LEFT = -1, -2
+_NOT_FINITE, _NONE_LEFT = -1, -2  # as sampling.c has them
 _SYMBOL = (
     "tapeout_sample_1"  # renamed with every change of `KernelRow`, so that a library of another version is not used
 )
@@ -61,8 +62,37 @@ class KernelRow(ctypes.Structure):
     )
 
 
+class _KernelDraw:
+    """A draw by the native kernel. Keeps the arrays that it points to."""
+
+    def __init__(self, row: SamplingRow) -> None:
+        self._logits = np.ascontiguousarray(row.logits)
+        self._row = row
+        self.native = native = KernelRow()
+        native.logits = self._logits.ctypes.data
+        native.scale, native.top_k, native.top_p, native.least = row.filters
+        native.random = row.random
+        native.top = -1
+        if row.adjustments is not None:
+            native.adjusted = row.adjustments.count
+            native.tokens, native.bias, native.factor, native.shift = row.adjustments.addresses
+        if row.mask is not None:
+            native.mask = row.mask.ctypes.data
+        if row.top is not None:
+            native.top = min(row.top, len(row.logits))
+            self._likeliest = np.zeros(native.top, np.int32)
+            native.top_tokens = self._likeliest.ctypes.data
+
+    def drawn(self) -> Drawn:
+        native = self.native
+        token = {_NOT_FINITE: NOT_FINITE, _NONE_LEFT: NONE_LEFT}.get(native.token, native.token)
+        if self._row.top is None or not native.total:
+            return Drawn(token)
+        return Drawn(token, normalizer(native.max, native.total), self._likeliest.tolist())
+
+
 class SamplingKernel:
-    """Not for several threads at once; it starts ``threads - 1`` of its own."""
+    """See :class:`engines.kernels.sampling.Sampler`. It starts ``threads - 1`` threads of its own."""
 
     def __init__(self, library: Path, vocab_size: int, threads: int = 1) -> None:
         """``library``: native kernels that this processor can run, with the kernel of this version."""
@@ -78,7 +108,12 @@ class SamplingKernel:
         start = partial(keep_to, usable())
         self._pool = ThreadPoolExecutor(threads - 1, "sampling", start) if threads > 1 else None
 
-    def run(self, rows: Sequence[KernelRow]) -> None:
+    def draw(self, rows: Sequence[SamplingRow]) -> list[Drawn]:
+        calls = [_KernelDraw(row) for row in rows]
+        self._run_all([call.native for call in calls])
+        return [call.drawn() for call in calls]
+
+    def _run_all(self, rows: Sequence[KernelRow]) -> None:
         """Set the results of all rows."""
         threads = min(len(self._memory), len(rows))
         ends = [len(rows) * part // threads for part in range(threads + 1)]
@@ -99,7 +134,7 @@ class SamplingKernel:
 def sampling_kernel(library: Path | None, vocab_size: int, threads: int = 1) -> SamplingKernel | None:
     """From a bundle's library; or from one compiled here, if the compiler is installed. None without either.
 
-    ``library``: what :func:`engines.sessions.library_of` gives. That of an older bundle may lack the kernel.
+    ``library``: what :func:`engines.kernels.cpu.serving.library_of` gives. That of an older bundle may lack the kernel.
     """
     if library is not None:
         try:

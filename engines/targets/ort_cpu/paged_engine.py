@@ -23,8 +23,9 @@ from engines.bundle import (
     STARTS,
     EngineBundle,
 )
+from engines.kernels.cpu.serving import library_of
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
-from engines.sessions import cpu_options, keep_mapped, library_of, open_session, threads_of
+from engines.sessions import cpu_options, keep_mapped, open_session, threads_of
 from engines.state_slots import UNKNOWN, StateSlots
 from engines.step_inputs import StepPiece, check, not_finite, result_of, runs
 from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache, zeros

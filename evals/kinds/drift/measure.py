@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.kernels.cpu.clipping import Clipping
+from engines.kernels.serving import Clipping
 from evals.kinds.drift import KIND, Distance, DriftReport, DriftSettings
 from tapeout.artifact import Artifact, canonical_json
 from tapeout.errors import EvidenceError

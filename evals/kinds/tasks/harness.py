@@ -35,7 +35,7 @@ TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 class HarnessText(NamedTuple):
     """The tokens that are fed to score a continuation: all but its last one, behind ``before`` tokens of context.
 
-    ``shared``: so many are those of the first text of its family; of the first itself, all.
+    ``shared``: so many are those of the first text of its prefix group; of the first itself, all.
     """
 
     tokens: tuple[int, ...]
@@ -44,36 +44,37 @@ class HarnessText(NamedTuple):
     shared: int = 0
 
 
-def _families(texts: Iterable[HarnessText], slots: int) -> Iterator[list[HarnessText]]:
+def _prefix_groups(texts: Iterable[HarnessText], slots: int) -> Iterator[list[HarnessText]]:
     """Texts that follow one another and begin with the same tokens, such as the choices of one question."""
-    family: list[HarnessText] = []
+    prefix_group: list[HarnessText] = []
     for text in texts:
         same = takewhile(
-            lambda pair: pair[0] == pair[1], zip(family[0].tokens if family else (), text.tokens, strict=False)
+            lambda pair: pair[0] == pair[1],
+            zip(prefix_group[0].tokens if prefix_group else (), text.tokens, strict=False),
         )
         shared = sum(1 for _ in same)
-        joined = [*family, text._replace(shared=shared)]
+        joined = [*prefix_group, text._replace(shared=shared)]
         if shared >= SHARED_TOKENS and _slots(joined) <= slots:
-            family = joined
+            prefix_group = joined
             continue
-        if family:
-            yield family
-        family = [text._replace(shared=len(text.tokens))]
-    if family:
-        yield family
+        if prefix_group:
+            yield prefix_group
+        prefix_group = [text._replace(shared=len(text.tokens))]
+    if prefix_group:
+        yield prefix_group
 
 
-def _slots(family: Sequence[HarnessText]) -> int:
+def _slots(prefix_group: Sequence[HarnessText]) -> int:
     """One for the first text, and one for each that has tokens of its own."""
-    return 1 + sum(text.shared < len(text.tokens) for text in family)
+    return 1 + sum(text.shared < len(text.tokens) for text in prefix_group)
 
 
-def _begin(family: Sequence[HarnessText]) -> int:
-    """The first position whose logits a family needs."""
-    return min(text.before for text in family) - 1
+def _begin(prefix_group: Sequence[HarnessText]) -> int:
+    """The first position whose logits a prefix group needs."""
+    return min(text.before for text in prefix_group) - 1
 
 
-def beginning_of_text(tokenizer: Tokenizer) -> int | None:
+def bos_token_of(tokenizer: Tokenizer) -> int | None:
     """The token this tokenizer's own template puts before a text, if it puts one.
 
     :class:`EvidenceError` for a template that adds anything else: such a tokenizer was not made for a causal model.
@@ -91,10 +92,10 @@ def beginning_of_text(tokenizer: Tokenizer) -> int | None:
     )
 
 
-def encode(tokenizer: Tokenizer, text: str, beginning: int | None) -> list[int]:
-    """Token ids of a text, with ``beginning`` once at its start, if given; nothing else is added."""
+def encode(tokenizer: Tokenizer, text: str, bos_token: int | None) -> list[int]:
+    """Token ids of a text, with ``bos_token`` once at its start, if given; nothing else is added."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids if beginning is None or ids[:1] == [beginning] else [beginning, *ids]
+    return ids if bos_token is None or ids[:1] == [bos_token] else [bos_token, *ids]
 
 
 class EngineLM(TemplateLM):
@@ -102,9 +103,9 @@ class EngineLM(TemplateLM):
 
     ``answerer``: makes the core that serves, which generates. Without one, tasks that generate are refused.
 
-    ``beginning``: the token put before every text, or None; pinned here so that both engines of a comparison, and
+    ``bos_token``: the token put before every text, or None; pinned here so that both engines of a comparison, and
     the next run, read the same tokens. ``stop_tokens``: end a generation. The first of them stands before a text that
-    has no context where there is no ``beginning``.
+    has no context where there is no ``bos_token``.
     ``calls``, ``tokens`` and ``seconds`` count what scoring asked of the engine.
     """
 
@@ -114,13 +115,13 @@ class EngineLM(TemplateLM):
         tokenizer: Tokenizer,
         *,
         stop_tokens: Sequence[int],
-        beginning: int | None,
+        bos_token: int | None,
         name: str = "engine",
         answerer: Callable[[Engine], Answerer] | None = None,
     ) -> None:
         super().__init__()
         self.engine, self.tokenizer, self.answerer = engine, tokenizer, answerer
-        self.beginning, self.stop_tokens, self.name = beginning, tuple(stop_tokens), name
+        self.bos_token, self.stop_tokens, self.name = bos_token, tuple(stop_tokens), name
         self.task = ""  # named in the progress bar
         self.calls = self.tokens = 0
         self.seconds = 0.0
@@ -131,10 +132,10 @@ class EngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        return self.eot_token_id if self.beginning is None else self.beginning
+        return self.eot_token_id if self.bos_token is None else self.bos_token
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return encode(self.tokenizer, string, None if add_special_tokens is False else self.beginning)
+        return encode(self.tokenizer, string, None if add_special_tokens is False else self.bos_token)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         # lm-eval's bar over the tokenization would write to logs that ours leaves alone.
@@ -144,7 +145,7 @@ class EngineLM(TemplateLM):
         """(log-likelihood in nats, is greedy) of each continuation, in the order of the requests."""
         results: list[tuple[float, bool]] = []
         with ProgressBar(title=f"{self.name} {self.task}", unit="choice", total=len(requests)) as bar:
-            for group in self._groups(_families(map(self._text, requests), self.engine.slots)):
+            for group in self._scored_together(_prefix_groups(map(self._text, requests), self.engine.slots)):
                 results += self._score(group)
                 bar.update(len(results) - bar.n)
         for (strings, _, _), result in zip(requests, results, strict=True):
@@ -166,27 +167,28 @@ class EngineLM(TemplateLM):
         kept = context[-room:]
         return HarnessText((*kept, *continuation[:-1]), len(kept), continuation)
 
-    def _groups(self, families: Iterable[list[HarnessText]]) -> Iterator[list[list[HarnessText]]]:
-        """Families that are scored together: as many as there are slots for their texts, at least one."""
+    def _scored_together(self, prefix_groups: Iterable[list[HarnessText]]) -> Iterator[list[list[HarnessText]]]:
+        """Prefix groups that are scored in one step: as many as there are slots for their texts, at least one."""
         group: list[list[HarnessText]] = []
         room = self.engine.slots
-        for family in families:
-            if group and _slots(family) > room:
+        for prefix_group in prefix_groups:
+            if group and _slots(prefix_group) > room:
                 yield group
                 group, room = [], self.engine.slots
-            group.append(family)
-            room -= _slots(family)
+            group.append(prefix_group)
+            room -= _slots(prefix_group)
         if group:
             yield group
 
     def _score(self, group: Sequence[list[HarnessText]]) -> list[tuple[float, bool]]:
-        """Every continuation of the families. What texts share with the first of their family is computed once."""
+        """Every continuation of some prefix groups. What texts share with the first of theirs is computed once."""
         firsts, others, slot = list[SlotEntry](), list[SlotEntry](), 0
-        for family in group:
-            source, tokens = slot, family[0].tokens
-            resumed = min((text.shared for text in family if text.shared < len(text.tokens)), default=None)
-            firsts.append(SlotEntry(source, tokens, 0, range(_begin(family), len(tokens)), resumed=resumed))
-            for text in family:
+        for prefix_group in group:
+            source, tokens = slot, prefix_group[0].tokens
+            resumed = min((text.shared for text in prefix_group if text.shared < len(text.tokens)), default=None)
+            entry = SlotEntry(source, tokens, 0, range(_begin(prefix_group), len(tokens)), resumed=resumed)
+            firsts.append(entry)
+            for text in prefix_group:
                 if fed := text.tokens[text.shared :]:
                     slot += 1
                     own = range(max(text.before - 1 - text.shared, 0), len(fed))
@@ -195,9 +197,9 @@ class EngineLM(TemplateLM):
         rows_of_firsts = self._feed(firsts)
         further = iter(self._feed(others) if others else ())
         results: list[tuple[float, bool]] = []
-        for family, rows in zip(group, rows_of_firsts, strict=True):
-            begin = _begin(family)
-            for text in family:
+        for prefix_group, rows in zip(group, rows_of_firsts, strict=True):
+            begin = _begin(prefix_group)
+            for text in prefix_group:
                 common = rows[text.before - 1 - begin : max(text.shared - begin, 0)]
                 whole = text.shared == len(text.tokens)
                 logits = common if whole else np.concatenate([common, next(further)])

@@ -23,7 +23,7 @@ from evals.kinds import tasks
 from evals.kinds import text as text_kind
 from evals.kinds.tasks import AnswerItem, ChoiceItem, EvalReport, TaskItem, TaskSettings
 from evals.kinds.tasks.free_text import FreeTextTask, answer_items, other_scores
-from evals.kinds.tasks.harness import EngineLM, beginning_of_text, encode
+from evals.kinds.tasks.harness import EngineLM, bos_token_of, encode
 from evals.kinds.tasks.questions import LocalTask, choose_documents, load_tasks
 from evals.kinds.text import HeldOutSettings, text_items, text_metrics
 from evals.text import joined
@@ -80,9 +80,9 @@ def evaluate(
     Nothing here is downloaded, and no clock value is written: the same engines and recipe give the same digest.
     """
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    beginning = beginning_of_text(tokenizer)
+    bos_token = bos_token_of(tokenizer)
     left, right = (
-        EngineLM(engine, tokenizer, stop_tokens=stop_tokens, beginning=beginning, name=name, answerer=answerer)
+        EngineLM(engine, tokenizer, stop_tokens=stop_tokens, bos_token=bos_token, name=name, answerer=answerer)
         for engine, name in ((baseline, "baseline"), (candidate, "candidate"))
     )
     asked = questions(settings, data, seed)
@@ -94,7 +94,7 @@ def evaluate(
     for lm in (left, right):
         rate = lm.tokens / lm.seconds if lm.seconds else 0.0
         log.info("%s: %d calls, %d tokens, %.0f tokens/s", lm.name, lm.calls, lm.tokens, rate)
-    documents = [encode(tokenizer, words, beginning)[: text.document_tokens] for words in heldout_texts]
+    documents = [encode(tokenizer, words, bos_token)[: text.document_tokens] for words in heldout_texts]
     scored = text_items(baseline, candidate, documents)
     positions = min(baseline.max_tokens, candidate.max_tokens)
     longs = [
@@ -111,7 +111,7 @@ def evaluate(
         documents=len(scored),
         max_tokens=positions,
         versions={name: version(name) for name in ("lm-eval", "tokenizers", "datasets", "numpy")},
-        beginning_of_text=beginning,
+        beginning_of_text=bos_token,
         executed_on=executed_on,
     )
     return tasks.KIND.write(

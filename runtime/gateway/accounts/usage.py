@@ -200,7 +200,7 @@ class Usage(Hook):
     def _turn(self, wait: float, progress: dict[str, int]) -> float:
         """One round of the writer thread; gives the seconds until the next."""
         try:
-            self._note_progress(progress)
+            self._write_progress(progress)
             os.fsync(self._file.fileno())
             self._write_database()
             if self._written > ROLL_BYTES:
@@ -210,13 +210,13 @@ class Usage(Hook):
             return min(2 * wait, LONGEST_RETRY)
         return PROGRESS_SECONDS
 
-    def _note_progress(self, noted: dict[str, int]) -> None:
+    def _write_progress(self, written: dict[str, int]) -> None:
         with self._lock:
             now = {id: running.completion_tokens for id, running in self._open.items()}
-            if changed := {id: tokens for id, tokens in now.items() if tokens and noted.get(id) != tokens}:
+            if changed := {id: tokens for id, tokens in now.items() if tokens and written.get(id) != tokens}:
                 self._append("progress", changed)
-        noted.clear()
-        noted.update(now)
+        written.clear()
+        written.update(now)
 
     def _write_database(self) -> None:
         while batch := self._ended[:BATCH]:

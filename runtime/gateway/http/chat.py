@@ -28,20 +28,20 @@ from runtime.wire.messages import Constraint
 async def chat(service: Service, request: Request) -> Response:
     service.require_open()
     body = parse(ChatBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
-    call, model, parts = await begin_chat(service, request, body, "chatcmpl")
+    call, model, chunks = await begin_chat(service, request, body, "chatcmpl")
     writer = _ChatWriter(body, call, model, _tools(body))
     sent = headers(call, body, *body.messages)
     if not body.stream:
-        return JsonResponse(await unless_disconnected(request.receive, writer.whole(parts)), headers=sent)
+        return JsonResponse(await unless_disconnected(request.receive, writer.response(chunks)), headers=sent)
     # An error before the first token still has a status of its own.
-    first = await unless_disconnected(request.receive, anext(parts))
-    return EventStream(writer.events(first, parts), sent)
+    first = await unless_disconnected(request.receive, anext(chunks))
+    return EventStream(writer.events(first, chunks), sent)
 
 
 async def begin_chat(
     service: Service, request: Request, body: ChatBody, prefix: str
 ) -> tuple[Call, TextModel, AsyncGenerator[ResponseChunk]]:
-    """The call of a chat, and the parts of its choices. ``prefix``: of its id."""
+    """The call of a chat, and the chunks of its choices. ``prefix``: of its id."""
     service.require_model(body.model)
     body.refuse_unsupported()
     tools = _tools(body)
@@ -118,7 +118,7 @@ class _Message:
     reader: ToolReader | None
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list[CallDelta])
-    parts: list[ResponseChunk] = field(default_factory=list[ResponseChunk])
+    chunks: list[ResponseChunk] = field(default_factory=list[ResponseChunk])
 
 
 class _ChatWriter:
@@ -142,18 +142,18 @@ class _ChatWriter:
             case _:
                 return None if self._model.tool_format is None else reader(self._model.tool_format)
 
-    async def whole(self, parts: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
-        async with aclosing(parts):
-            async for part in parts:
-                message = self._messages[part.choice.index]
-                message.parts.append(part)
-                content, calls = self._read(message, part)
+    async def response(self, chunks: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                message = self._messages[chunk.choice.index]
+                message.chunks.append(chunk)
+                content, calls = self._read(message, chunk)
                 message.content += content
                 message.calls += calls
         found = self._head("chat.completion")
         found["choices"] = [self._choice(index, message) for index, message in enumerate(self._messages)]
         found["usage"] = usage(self._call)
-        prompt = next((part.prompt_logprobs for part in self._messages[0].parts if part.prompt_logprobs), None)
+        prompt = next((chunk.prompt_logprobs for chunk in self._messages[0].chunks if chunk.prompt_logprobs), None)
         if prompt is not None:
             found["prompt_logprobs"] = self._logprobs.prompt(prompt)
         if self._body.return_token_ids:
@@ -161,7 +161,7 @@ class _ChatWriter:
         return found
 
     def _choice(self, index: int, message: _Message) -> dict[str, Any]:
-        last = message.parts[-1]
+        last = message.chunks[-1]
         shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
         if message.calls:
             shown["content"] = message.content or None
@@ -169,39 +169,39 @@ class _ChatWriter:
         choice: dict[str, Any] = {
             "index": index,
             "message": shown,
-            "logprobs": self._logprobs_of(message.parts),
+            "logprobs": self._logprobs_of(message.chunks),
             "finish_reason": self._reason(message, last),
             "stop_reason": last.choice.text.stopped_by,
         }
         if self._body.return_token_ids:
-            choice["token_ids"] = [token for part in message.parts for token in part.tokens]
+            choice["token_ids"] = [token for chunk in message.chunks for token in chunk.tokens]
         return choice
 
-    async def events(self, first: ResponseChunk, parts: AsyncGenerator[ResponseChunk]) -> AsyncGenerator[bytes]:
-        async with aclosing(parts):
+    async def events(self, first: ResponseChunk, chunks: AsyncGenerator[ResponseChunk]) -> AsyncGenerator[bytes]:
+        async with aclosing(chunks):
             for index in range(self._call.choices):
                 yield self._event(index, {"role": "assistant", "content": ""}, first=True)
             for content in self._of(first):
                 yield content
-            async for part in parts:
-                for content in self._of(part):
+            async for chunk in chunks:
+                for content in self._of(chunk):
                     yield content
         if self._body.include_usage:
             yield event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage(self._call)})
 
-    def _of(self, part: ResponseChunk) -> list[bytes]:
-        """The events of a part: one, unless it holds content and calls."""
-        message = self._messages[part.choice.index]
-        content, calls = self._read(message, part)
-        if self._only_text and content and not calls and part.finish_reason is None:
-            return [self._text(part.choice.index, content)]
+    def _of(self, chunk: ResponseChunk) -> list[bytes]:
+        """The events of a chunk: one, unless it holds content and calls."""
+        message = self._messages[chunk.choice.index]
+        content, calls = self._read(message, chunk)
+        if self._only_text and content and not calls and chunk.finish_reason is None:
+            return [self._text(chunk.choice.index, content)]
         message.calls += [call for call in calls if call.name is not None]
         deltas: list[dict[str, Any]] = [{"content": content}] if content else []
         deltas += [{"tool_calls": [call.body()]} for call in calls]
-        if not deltas and (part.finish_reason or part.logprobs or (part.tokens and self._body.return_token_ids)):
+        if not deltas and (chunk.finish_reason or chunk.logprobs or (chunk.tokens and self._body.return_token_ids)):
             deltas = [{}]
         last = len(deltas) - 1
-        return [self._event(part.choice.index, delta, part if i == last else None) for i, delta in enumerate(deltas)]
+        return [self._event(chunk.choice.index, delta, chunk if i == last else None) for i, delta in enumerate(deltas)]
 
     def _text(self, index: int, text: str) -> bytes:
         events = self._texts.get(index)
@@ -210,22 +210,22 @@ class _ChatWriter:
         return events.event(text)
 
     def _event(
-        self, index: int, delta: dict[str, Any], part: ResponseChunk | None = None, *, first: bool = False
+        self, index: int, delta: dict[str, Any], chunk: ResponseChunk | None = None, *, first: bool = False
     ) -> bytes:
-        return event(self._data(index, delta, part, first=first))
+        return event(self._data(index, delta, chunk, first=first))
 
     def _data(
-        self, index: int, delta: dict[str, Any], part: ResponseChunk | None = None, *, first: bool = False
+        self, index: int, delta: dict[str, Any], chunk: ResponseChunk | None = None, *, first: bool = False
     ) -> dict[str, Any]:
-        """``part``: whose end this event is."""
+        """``chunk``: whose end this event is."""
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        if part is not None:
-            choice["logprobs"] = self._logprobs_of([part]) if part.logprobs else None
-            if part.finish_reason:
-                choice["finish_reason"] = self._reason(self._messages[index], part)
-                choice["stop_reason"] = part.choice.text.stopped_by
+        if chunk is not None:
+            choice["logprobs"] = self._logprobs_of([chunk]) if chunk.logprobs else None
+            if chunk.finish_reason:
+                choice["finish_reason"] = self._reason(self._messages[index], chunk)
+                choice["stop_reason"] = chunk.choice.text.stopped_by
             if self._body.return_token_ids:
-                choice["token_ids"] = list(part.tokens)
+                choice["token_ids"] = list(chunk.tokens)
         data = self._head("chat.completion.chunk") | {"choices": [choice]}
         if first and self._body.return_token_ids:
             data["prompt_token_ids"] = list(self._call.prompts[0])
@@ -234,24 +234,26 @@ class _ChatWriter:
         return data
 
     @staticmethod
-    def _read(message: _Message, part: ResponseChunk) -> tuple[str, list[CallDelta]]:
+    def _read(message: _Message, chunk: ResponseChunk) -> tuple[str, list[CallDelta]]:
         """Content and calls in new text."""
         if message.reader is None:
-            return part.text, []
-        content, calls = message.reader.push(part.text)
-        if part.finish_reason:
+            return chunk.text, []
+        content, calls = message.reader.push(chunk.text)
+        if chunk.finish_reason:
             rest = message.reader.finish()
             content, calls = content + rest.content, calls + rest.calls
         return content, calls
 
-    def _reason(self, message: _Message, part: ResponseChunk) -> str | None:
+    def _reason(self, message: _Message, chunk: ResponseChunk) -> str | None:
         named = isinstance(self._body.tool_choice, NamedTool)  # OpenAI's reason is "stop" where a function is named
-        called = message.calls and part.finish_reason == "stop" and not named
-        return "tool_calls" if called else part.finish_reason
+        called = message.calls and chunk.finish_reason == "stop" and not named
+        return "tool_calls" if called else chunk.finish_reason
 
-    def _logprobs_of(self, parts: Sequence[ResponseChunk]) -> dict[str, Any] | None:
+    def _logprobs_of(self, chunks: Sequence[ResponseChunk]) -> dict[str, Any] | None:
         return (
-            self._logprobs.chat([entry for part in parts for entry in part.logprobs]) if self._body.logprobs else None
+            self._logprobs.chat([entry for chunk in chunks for entry in chunk.logprobs])
+            if self._body.logprobs
+            else None
         )
 
     def _head(self, kind: str) -> dict[str, Any]:

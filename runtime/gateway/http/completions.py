@@ -61,13 +61,13 @@ async def completions(service: Service, request: Request) -> Response:
         constraint=constraint,
     )
     writer = _CompletionWriter(body, call, model, texts)
-    parts = generate(service.client, call, choices, service.hooks)
+    chunks = generate(service.client, call, choices, service.hooks)
     if not body.stream:
-        content = await unless_disconnected(request.receive, writer.whole(parts))
+        content = await unless_disconnected(request.receive, writer.response(chunks))
         return JsonResponse(content, headers=headers(call, body))
     # An error before the first token still has a status of its own.
-    first = await unless_disconnected(request.receive, anext(parts))
-    return EventStream(writer.events(first, parts), headers(call, body))
+    first = await unless_disconnected(request.receive, anext(chunks))
+    return EventStream(writer.events(first, chunks), headers(call, body))
 
 
 async def _prompts(
@@ -104,68 +104,71 @@ class _CompletionWriter:
         self._only_text = body.logprobs is None and not body.return_token_ids and not body.continuous_usage
         self._texts_of: dict[int, TextEvents] = {}  # by choice: its events between the first and the last
 
-    async def whole(self, parts: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
+    async def response(self, chunks: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
         made: dict[int, list[ResponseChunk]] = {}
-        async with aclosing(parts):
-            async for part in parts:
-                made.setdefault(part.choice.index, []).append(part)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                made.setdefault(chunk.choice.index, []).append(chunk)
         choices = [self._choice(made[index]) for index in sorted(made)]
         return self._head() | {"choices": choices, "usage": usage(self._call)}
 
-    async def events(self, first: ResponseChunk, parts: AsyncGenerator[ResponseChunk]) -> AsyncGenerator[bytes]:
-        async with aclosing(parts):
+    async def events(self, first: ResponseChunk, chunks: AsyncGenerator[ResponseChunk]) -> AsyncGenerator[bytes]:
+        async with aclosing(chunks):
             yield self._event(first, begins=True)
             begun = {first.choice.index}
-            async for part in parts:
-                begins = part.choice.index not in begun
-                begun.add(part.choice.index)
+            async for chunk in chunks:
+                begins = chunk.choice.index not in begun
+                begun.add(chunk.choice.index)
                 shown = (
-                    part.text or part.finish_reason or part.logprobs or (part.tokens and self._body.return_token_ids)
+                    chunk.text
+                    or chunk.finish_reason
+                    or chunk.logprobs
+                    or (chunk.tokens and self._body.return_token_ids)
                 )
                 if shown or begins:
-                    yield self._event(part, begins=begins)
+                    yield self._event(chunk, begins=begins)
         if self._body.include_usage:
             yield event(self._head() | {"choices": [], "usage": usage(self._call)})
 
-    def _event(self, part: ResponseChunk, *, begins: bool) -> bytes:
-        if self._only_text and not begins and part.finish_reason is None:
-            index = part.choice.index
+    def _event(self, chunk: ResponseChunk, *, begins: bool) -> bytes:
+        if self._only_text and not begins and chunk.finish_reason is None:
+            index = chunk.choice.index
             events = self._texts_of.get(index)
             if events is None:
-                events = self._texts_of[index] = TextEvents(self._data(part._replace(text=TEXT), begins=False))
-            return events.event(part.text)
-        return event(self._data(part, begins=begins))
+                events = self._texts_of[index] = TextEvents(self._data(chunk._replace(text=TEXT), begins=False))
+            return events.event(chunk.text)
+        return event(self._data(chunk, begins=begins))
 
-    def _data(self, part: ResponseChunk, *, begins: bool) -> dict[str, Any]:
-        data = self._head() | {"choices": [self._choice([part], begins=begins)]}
+    def _data(self, chunk: ResponseChunk, *, begins: bool) -> dict[str, Any]:
+        data = self._head() | {"choices": [self._choice([chunk], begins=begins)]}
         if self._body.include_usage:
             data["usage"] = usage(self._call) if self._body.continuous_usage else None
         return data
 
-    def _choice(self, parts: Sequence[ResponseChunk], *, begins: bool = True) -> dict[str, Any]:
-        """Of all parts of a choice, or of one of them."""
-        choice, reason = parts[0].choice, parts[-1].finish_reason
+    def _choice(self, chunks: Sequence[ResponseChunk], *, begins: bool = True) -> dict[str, Any]:
+        """Of all chunks of a choice, or of one of them."""
+        choice, reason = chunks[0].choice, chunks[-1].finish_reason
         echo = bool(self._body.echo) and begins
-        text = "".join(part.text for part in parts)
+        text = "".join(chunk.text for chunk in chunks)
         if echo:
             text = self._echo(choice)[0] + text
         found: dict[str, Any] = {
             "index": choice.index,
             "text": text,
-            "logprobs": self._logprobs_of(choice, parts, echo=echo),
+            "logprobs": self._logprobs_of(choice, chunks, echo=echo),
             "finish_reason": reason,
             "stop_reason": choice.text.stopped_by if reason else None,
         }
-        prompt = next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None)
+        prompt = next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None)
         if self._body.prompt_logprobs is not None and prompt is not None:
             found["prompt_logprobs"] = self._logprobs.prompt(prompt)
         if self._body.return_token_ids:
-            found["token_ids"] = [token for part in parts for token in part.tokens]
+            found["token_ids"] = [token for chunk in chunks for token in chunk.tokens]
             found["prompt_token_ids"] = list(choice.request.prompt) if begins else None
         return found
 
     def _logprobs_of(
-        self, choice: ResponseChoice, parts: Sequence[ResponseChunk], *, echo: bool
+        self, choice: ResponseChoice, chunks: Sequence[ResponseChunk], *, echo: bool
     ) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
@@ -178,12 +181,12 @@ class _CompletionWriter:
             before = len(text)
             if echo:
                 tokens += choice.request.prompt
-                entries += next(part.prompt_logprobs for part in parts if part.prompt_logprobs is not None)
+                entries += next(chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None)
                 offsets += starts
-        for part in parts:
-            tokens += part.tokens
-            entries += part.logprobs
-            offsets += [before + offset for offset in part.offsets]
+        for chunk in chunks:
+            tokens += chunk.tokens
+            entries += chunk.logprobs
+            offsets += [before + offset for offset in chunk.offsets]
         return self._logprobs.completion(tokens, entries, offsets, self._body.logprobs)
 
     def _echo(self, choice: ResponseChoice) -> tuple[str, list[int]]:

@@ -28,7 +28,7 @@ class ResponseChoice:
 
 
 class ResponseChunk(NamedTuple):
-    """New text of a choice, and the tokens behind it. The last part of a choice has a ``finish_reason``."""
+    """New text of a choice, and the tokens behind it. The last chunk of a choice has a ``finish_reason``."""
 
     choice: ResponseChoice
     text: str
@@ -42,7 +42,7 @@ class ResponseChunk(NamedTuple):
 async def generate(
     client: EngineClient, call: Call, choices: Sequence[ResponseChoice], hooks: Sequence[Hook]
 ) -> AsyncGenerator[ResponseChunk]:
-    """The parts of all choices as they come. Closing the generator cancels what still runs.
+    """The chunks of all choices as they come. Closing the generator cancels what still runs.
 
     :class:`ApiError` for whatever ends the call early, with the status that a response would have.
     """
@@ -52,9 +52,9 @@ async def generate(
             hook.admit(call)
             admitted.append(hook)
         followed = [_follow(client, call, choice, hooks) for choice in choices]
-        async with aclosing(followed[0] if len(followed) == 1 else _merged(followed)) as parts:
-            async for part in parts:
-                yield part
+        async with aclosing(followed[0] if len(followed) == 1 else _merged(followed)) as chunks:
+            async for chunk in chunks:
+                yield chunk
     except (asyncio.CancelledError, GeneratorExit):
         call.cancelled = len(call.finish_reasons) < call.choices
         raise
@@ -114,14 +114,14 @@ def _require_success(delta: Delta) -> None:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[ResponseChunk]]) -> AsyncGenerator[ResponseChunk]:
-    """The parts of several streams in the order in which they come; the first error ends all of them."""
+    """The chunks of several streams in the order in which they come; the first error ends all of them."""
     queue: asyncio.Queue[ResponseChunk | Exception | None] = asyncio.Queue()
 
     async def read(stream: AsyncGenerator[ResponseChunk]) -> None:
         try:
             async with aclosing(stream):
-                async for part in stream:
-                    queue.put_nowait(part)
+                async for chunk in stream:
+                    queue.put_nowait(chunk)
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
@@ -135,8 +135,8 @@ async def _merged(streams: Sequence[AsyncGenerator[ResponseChunk]]) -> AsyncGene
                     open_streams -= 1
                 case Exception() as error:
                     raise error
-                case part:
-                    yield part
+                case chunk:
+                    yield chunk
     finally:
         for task in tasks:
             task.cancel()

@@ -99,14 +99,14 @@ class ResponsesBody(Body):
 async def responses(service: Service, request: Request) -> Response:
     service.require_open()
     body = parse(ResponsesBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
-    call, _, parts = await begin_chat(service, request, body.chat(), "resp")
+    call, _, chunks = await begin_chat(service, request, body.chat(), "resp")
     writer = _ResponseWriter(body, call)
     sent = headers(call, body)
     if not body.stream:
-        return JsonResponse(await unless_disconnected(request.receive, writer.whole(parts)), headers=sent)
+        return JsonResponse(await unless_disconnected(request.receive, writer.response(chunks)), headers=sent)
     # An error before the first token still has a status of its own.
-    first = await unless_disconnected(request.receive, anext(parts))
-    return EventStream(writer.events(first, parts), sent)
+    first = await unless_disconnected(request.receive, anext(chunks))
+    return EventStream(writer.events(first, chunks), sent)
 
 
 class _ResponseWriter:
@@ -117,14 +117,14 @@ class _ResponseWriter:
         self._item = f"msg_{uuid.uuid4().hex}"
         self._events = 0
 
-    async def whole(self, parts: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
-        async with aclosing(parts):
-            text = "".join([part.text async for part in parts])
+    async def response(self, chunks: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
+        async with aclosing(chunks):
+            text = "".join([chunk.text async for chunk in chunks])
         return self._response(text)
 
-    async def events(self, first: ResponseChunk, parts: AsyncGenerator[ResponseChunk]) -> AsyncGenerator[bytes]:
+    async def events(self, first: ResponseChunk, chunks: AsyncGenerator[ResponseChunk]) -> AsyncGenerator[bytes]:
         where = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        async with aclosing(parts):
+        async with aclosing(chunks):
             yield self._event("response.created", response=self._response(None))
             yield self._event("response.in_progress", response=self._response(None))
             yield self._event("response.output_item.added", output_index=0, item=self._message(None))
@@ -132,10 +132,10 @@ class _ResponseWriter:
             text = first.text
             if first.text:
                 yield self._event("response.output_text.delta", **where, delta=first.text, logprobs=[])
-            async for part in parts:
-                text += part.text
-                if part.text:
-                    yield self._event("response.output_text.delta", **where, delta=part.text, logprobs=[])
+            async for chunk in chunks:
+                text += chunk.text
+                if chunk.text:
+                    yield self._event("response.output_text.delta", **where, delta=chunk.text, logprobs=[])
         yield self._event("response.output_text.done", **where, text=text, logprobs=[])
         yield self._event("response.content_part.done", **where, part=_content(text))
         yield self._event("response.output_item.done", output_index=0, item=self._message(text))
