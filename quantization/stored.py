@@ -305,3 +305,12 @@ def whole(name: str, value: Any) -> int:
             f"quantization_config says {name} {value!r}", expected="a whole number of at least 1", remedy=REMEDY
         )
     return value
+
+
+def channels_of_block(name: str, value: Any) -> tuple[int, int]:
+    """``value`` of quantization_config, the output and input channels that share a scale."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise QuantizationError(
+            f"quantization_config says {name} {value!r}", expected="[output channels, input channels]", remedy=REMEDY
+        )
+    return whole(name, value[0]), whole(name, value[1])
