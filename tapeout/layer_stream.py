@@ -61,7 +61,7 @@ class LayerStream:
 
     def __init__(self, folder: Path, *, weights: Mapping[str, Tensor] | None = None) -> None:
         self.model: Any = open_model(folder, weights)
-        self.layers = _decoder_layers(self.model)
+        self.layers = decoder_layers(self.model)
         self._call: _LayerCall | None = None
         self._returned = 0  # values in the tuple that a layer returns; 0: it returns hidden states alone
         for number, layer in enumerate(self.layers):
@@ -141,7 +141,7 @@ class LayerStream:
         return replaced
 
 
-def _decoder_layers(model: Any) -> list[Any]:
+def decoder_layers(model: Any) -> list[Any]:
     """The list of layers that holds most of the model's parameters."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
