@@ -33,14 +33,15 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors import safe_open
 
-from quantization.stored import FLOATS, Declared, Parts, check, quantized_modules, whole
+from quantization.stored import Declared, Parts, check, quantized_modules, whole
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.number_format import AnyArray, FloatArray
 from tapeout.packed_codes import BYTES, PACKED
 from tapeout.quantized import QuantizedWeight, format_of
 from tapeout.schemes import Scheme, find_format
-from tapeout.tensor_writer import INDEX, SINGLE, ShardWriter, write_tensors
+from tapeout.tensor_files import FLOATS, INDEX, SINGLE
+from tapeout.tensor_writer import ShardWriter, write_tensors
 from tapeout.work_folder import is_kept, keep
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
@@ -129,9 +130,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 class CheckpointWriter(ShardWriter):
     """Writes weights, quantized or not, in this layout."""
-
-    def __init__(self, folder: Path, *, shard_bytes: int = 2 << 30) -> None:
-        super().__init__(folder, shard_bytes=shard_bytes)
 
     def add_linear(self, name: str, linear: QuantizedWeight | FloatArray) -> None:
         if isinstance(linear, QuantizedWeight):

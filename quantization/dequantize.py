@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from quantization.checkpoint_formats import autoawq, compressed
-from quantization.stored import FLOATS, REMEDY, Declared, Parts, Stored, channels_of_block, check, quantized_modules
+from quantization.stored import REMEDY, Declared, Parts, Stored, channels_of_block, check, quantized_modules
 from tapeout.errors import QuantizationError
 from tapeout.number_format import AnyArray, Coded, FloatArray, Tensors
+from tapeout.tensor_files import FLOATS
 
 MIXED = "mixed-precision"  # every group of config_groups names its own
 SCALE_FORMATS = (None, "float", "ue8m0")  # of block-scaled FP8

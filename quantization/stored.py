@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tapeout.errors import QuantizationError
+from tapeout.tensor_files import FLOATS
 
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # of weights that are not quantized
 REMEDY = "fetch the checkpoint again, restore its quantization_config, or take the float checkpoint it was made from"
 
 

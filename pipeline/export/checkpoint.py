@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from pipeline.export import gguf
-from pipeline.export.mapped import FLOATS, place_stored, stand_ins
+from pipeline.export.mapped import place_stored, stand_ins
 from pipeline.export.weights import write_weights
 from quantization.dequantize import dequantized, describe
 from runtime.gateway.text.sampling_defaults import GENERATION_CONFIG, read_defaults
 from tapeout.errors import ExportError, one_line
 from tapeout.mapped_weights import compute_in_float32, is_finite
-from tapeout.tensor_files import StoredTensor, few, stored_tensors
+from tapeout.tensor_files import FLOATS, StoredTensor, few, stored_tensors
 
 CONFIG = "config.json"
 # Buffers of old releases that transformers computes by itself: masks, positions and rotary frequencies.

@@ -63,8 +63,8 @@ class Gguf:
         writer = gguf.GGUFWriter(folder / FILE, model.architecture.gguf)
         model.add_to(writer)
         kinds = {place.parameter.name: _kind(source, place) for place in places}
-        file_type = Counter(kind for kind in kinds.values() if kind != "F32").most_common(1)
-        writer.add_file_type(gguf_metadata.FILE_TYPES[file_type[0][0] if file_type else "F32"])
+        main = Counter(f"MOSTLY_{kind}" for kind in kinds.values() if kind != "F32").most_common(1)
+        writer.add_file_type(gguf.LlamaFileType[main[0][0] if main else "ALL_F32"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         factors = model.rope_factors
         for place in places:

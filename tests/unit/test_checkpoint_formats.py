@@ -34,7 +34,8 @@ from tapeout.errors import ArtifactError, ExportError, QuantizationError
 from tapeout.quantized import QuantizedWeight, round_to_nearest, stored_by_rtn
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tapeout.schemes import FLOAT, STATIC_INT8, Scheme
-from tapeout.tensor_writer import INDEX, ShardWriter
+from tapeout.tensor_files import INDEX
+from tapeout.tensor_writer import ShardWriter
 from tests.checkpoints import shard
 from tests.llama_server import Predict, llama_server
 from tests.plans import written_plan
