@@ -142,7 +142,7 @@ class LayerStream:
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """The list of layers that holds most of the model's parameters."""
+    """The list of layers that holds most of the model's parameters. :class:`ModelError` for a model without one."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists:
