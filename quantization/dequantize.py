@@ -53,8 +53,8 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
     So one tensor at a time is in memory. :class:`QuantizationError` for what is read in no way, and for tensors that
     are missing, left over or do not fit. ``tied``: lm_head shares the embedding, and may repeat its scales.
     """
-    declared = _method(config)
-    if declared is None:
+    declare = _method(config)
+    if declare is None:
         raise QuantizationError(
             f"the checkpoint is quantized by {_shown(config)}",
             expected="float weights, AutoAWQ (gemm), compressed-tensors or block-scaled FP8",
@@ -65,9 +65,9 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
         _drop_repeated_scales(weights)
     found: dict[str, Read] = {}
     for module, parts in quantized_modules(weights).items():
-        says = declared(module, config)
-        shape = check(module, parts, says)
-        found[f"{module}.weight"] = partial(_read, module, parts, says, shape)
+        declared = declare(module, config)
+        shape = check(module, parts, declared)
+        found[f"{module}.weight"] = partial(_read, module, parts, declared, shape)
         for part in parts:
             del weights[f"{module}.{part}"]
     if codes := [f"{name} ({tensor.dtype})" for name, tensor in weights.items() if tensor.dtype not in FLOATS]:
