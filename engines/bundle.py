@@ -1,4 +1,4 @@
-"""EngineBundle: everything needed to run a model on one target, and what it was built from and for."""
+"""What a graph is lowered to: an EngineBundle, which runs a model on one target, or a LoweredGraph for a compiler."""
 
 from __future__ import annotations
 
@@ -125,6 +125,20 @@ class LoweredRecord(Record):
     def fields(self) -> dict[str, Any]:
         """These fields by name, for the record of what is built from this graph."""
         return {name: getattr(self, name) for name in LoweredRecord.model_fields}
+
+
+class LoweredGraph(LoweredRecord):
+    """A graph lowered for a compiler, precision and all, before it is compiled for any one device.
+
+    It has standard operators only, so ONNX Runtime can run it: that is evidence without the target's hardware.
+    The folder holds ``model.onnx``, ``weights.bin`` and the text files of the portable graph.
+    """
+
+    artifact_type: ClassVar[str] = "LoweredGraph"
+    schema_version: ClassVar[int] = 3  # 3: kinds of state of a layer, instead of KV heads
+    remedy: ClassVar[str] = "run `tapeout build`"
+
+    bits_per_weight: float  # of the linears, scales included
 
 
 class EngineBundle(LoweredRecord):

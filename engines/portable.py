@@ -12,8 +12,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from engines.bundle import LoweredGraph
 from engines.compile import MODEL_FILE
-from engines.lowered_graph import LoweredGraph
 from engines.passes.tensorrt.fixed_kv_cache import WRITE_POSITIONS
 from engines.protocol import EngineCapabilities, FloatArray
 from engines.sessions import cpu_options, open_session

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from engines.bundle import EngineBundle, LoweredRecord, PortableEvidence
-from engines.lowered_graph import LoweredGraph, bits_per_weight
+from engines.bundle import EngineBundle, LoweredGraph, LoweredRecord, PortableEvidence
 from engines.protocol import Engine, FloatArray
 from tapeout import fingerprint
 from tapeout.artifact import Artifact
@@ -182,7 +181,7 @@ class HardwareTarget(Target[LoweredGraph]):
     artifact_type = LoweredGraph
 
     def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> LoweredGraph:
-        return LoweredGraph(**lowered.fields(), bits_per_weight=round(bits_per_weight(model), 4))
+        return LoweredGraph(**lowered.fields(), bits_per_weight=round(_bits_per_weight(model), 4))
 
     def require(self, hardware: str) -> None:
         """:class:`BuildError` for hardware that cannot be compiled for, before any other work is done."""
@@ -190,3 +189,19 @@ class HardwareTarget(Target[LoweredGraph]):
     @abstractmethod
     def compile(self, lowered: Artifact[LoweredGraph], folder: Path, wanted: Compilation) -> Artifact[EngineBundle]:
         """Compile and write one bundle. :class:`BuildError` gives the compiler's own reason."""
+
+
+def _bits_per_weight(model: ir.Model) -> float:
+    """Mean bits of a linear's weight, scales included, as the graph stores them."""
+    size_bytes = values = 0
+    for node in model.graph:
+        if node.op_type != "MatMul":
+            continue
+        parts = [node.inputs[1]]
+        while (producer := parts[0].producer() if parts[0] is not None else None) is not None:
+            parts = list(producer.inputs)  # through a Transpose and a DequantizeLinear
+        tensors = [v.const_value for v in parts if v is not None and v.const_value is not None]
+        if tensors:
+            size_bytes += sum(tensor.nbytes for tensor in tensors)
+            values += tensors[0].size
+    return 8 * size_bytes / max(values, 1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from engines.bundle import EngineBundle, PortableEvidence
-from engines.lowered_graph import LoweredGraph
+from engines.bundle import EngineBundle, LoweredGraph, PortableEvidence
 from engines.sequences import Sequences
 from evals.gate import gate
 from evals.items import read_items

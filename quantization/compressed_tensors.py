@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors import safe_open
 
-from quantization.stored import FLOATS, Declared, Parts, check, quantized_modules, whole
+from quantization.stored import Declared, Parts, check, quantized_modules, whole
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.formats import formats
@@ -41,7 +41,8 @@ from tapeout.number_format import AnyArray, FloatArray, NumberFormat, ScaleType
 from tapeout.packed_codes import BYTES
 from tapeout.quantized import QuantizedWeight, format_of
 from tapeout.schemes import Scheme, find_format
-from tapeout.tensor_writer import INDEX, SINGLE, ShardWriter, write_tensors
+from tapeout.tensor_files import FLOATS, INDEX, SINGLE
+from tapeout.tensor_writer import ShardWriter, write_tensors
 from tapeout.work_folder import is_kept, keep
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
@@ -131,9 +132,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 class CheckpointWriter(ShardWriter):
     """Writes weights, quantized or not, in this layout."""
 
-    def __init__(self, folder: Path, *, shard_bytes: int = 2 << 30) -> None:
-        super().__init__(folder, shard_bytes=shard_bytes)
-
     def add_linear(self, name: str, linear: QuantizedWeight | FloatArray) -> None:
         if isinstance(linear, QuantizedWeight):
             self._add_parts(name, format_of(linear.scheme).encode(linear.coded))
@@ -205,53 +203,6 @@ class ResumableWriter(CheckpointWriter):
 
     def _notes(self, number: int) -> Path:
         return self._parts / f"part-{number:05d}.notes"
-
-
-def quantization_config(
-    linears: Mapping[str, Scheme], embeddings: Mapping[str, Scheme], ignored: Iterable[str]
-) -> dict[str, Any]:
-    """``quantization_config`` of ``config.json``: one group per way to store, its modules as regular expressions.
-
-    ``linears`` and ``embeddings`` map parameter names to schemes; ``ignored`` are the modules left in float.
-    """
-    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
-    for name, scheme in linears.items():
-        stored = {"format": format_of(scheme).layout, **format_of(scheme).arguments(scheme)}
-        groups.setdefault(json.dumps(stored), (stored, []))[1].append(_module(name))
-    for name, scheme in embeddings.items():
-        stored = {"format": BYTES, "weights": format_of(scheme).arguments(scheme)["weights"]}
-        groups.setdefault(json.dumps(stored), (stored, []))[1].append(_module(name))
-    encodings = {stored["format"] for stored, _ in groups.values()}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": encodings.pop() if len(encodings) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "ignore": module_patterns(_module(name) for name in ignored),
-        "config_groups": {
-            f"group_{number}": {"targets": module_patterns(modules), **stored}
-            for number, (_, (stored, modules)) in enumerate(sorted(groups.items()))
-        },
-    }
-
-
-def module_patterns(modules: Iterable[str]) -> list[str]:
-    r"""Module names as anchored regular expressions, the names that differ in one layer number merged.
-
-    >>> module_patterns(["m.0.o", "m.2.o", "head"])
-    ['re:^head$', 're:^m\\.(0|2)\\.o$']
-    """
-    merged: dict[tuple[str, str], set[int]] = {}
-    for module in modules:
-        match = re.search(r"(?<=\.)\d+(?=\.)", module)
-        before, number, after = (
-            (module[: match.start()], int(match.group()), module[match.end() :]) if match else (module, -1, "")
-        )
-        merged.setdefault((before, after), set()).add(number)
-    patterns: list[str] = []
-    for (before, after), numbers in sorted(merged.items()):
-        middle = "" if numbers == {-1} else f"({'|'.join(str(n) for n in sorted(numbers))})"
-        patterns.append(f"re:^{re.escape(before)}{middle}{re.escape(after)}$")
-    return patterns
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

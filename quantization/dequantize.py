@@ -2,7 +2,8 @@
 
 Read are AutoAWQ (``gemm``), compressed-tensors (``pack-quantized``, ``int-quantized``, ``float-quantized``,
 ``naive-quantized``) and block-scaled FP8 (``weight_scale_inv``). Scales of activations and of the KV cache are left
-out: this run finds its own. What each stores is in :mod:`quantization.stored`, which checks it before it is read.
+out: this run finds its own. What each stores is in :mod:`quantization.stored`, which checks it before it is read; how
+AutoAWQ and compressed-tensors say it is in their modules of :mod:`quantization.checkpoint_formats`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from quantization import autoawq
-from quantization.stored import FLOATS, REMEDY, Declared, Parts, Stored, check, quantized_modules, whole
+from quantization.checkpoint_formats import autoawq, compressed
+from quantization.stored import REMEDY, Declared, Parts, Stored, channels_of_block, check, quantized_modules
 from tapeout.errors import QuantizationError
-from tapeout.formats import formats
-from tapeout.integers import Integers
+from tapeout.number_format import AnyArray, Coded, FloatArray, Tensors
+from tapeout.tensor_files import FLOATS
 
-LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 MIXED = "mixed-precision"  # every group of config_groups names its own
 SCALE_FORMATS = (None, "float", "ue8m0")  # of block-scaled FP8
 # Of activations and of the KV cache; none of them is a weight.
@@ -53,14 +53,13 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
     So one tensor at a time is in memory. :class:`QuantizationError` for what is read in no way, and for tensors that
     are missing, left over or do not fit. ``tied``: lm_head shares the embedding, and may repeat its scales.
     """
-    method = _method(config)
-    if method is None:
+    declare = _method(config)
+    if declare is None:
         raise QuantizationError(
             f"the checkpoint is quantized by {_shown(config)}",
             expected="float weights, AutoAWQ (gemm), compressed-tensors or block-scaled FP8",
             remedy="take the float checkpoint that it was made from, or dequantize it with the library that wrote it",
         )
-    declare, read = method
     weights = {name: tensor for name, tensor in stored.items() if not LEFT_OUT.search(name)}
     if tied:
         _drop_repeated_scales(weights)
@@ -68,7 +67,7 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
     for module, parts in quantized_modules(weights).items():
         declared = declare(module, config)
         shape = check(module, parts, declared)
-        found[f"{module}.weight"] = partial(read, module, parts, declared, shape)
+        found[f"{module}.weight"] = partial(_read, module, parts, declared, shape)
         for part in parts:
             del weights[f"{module}.{part}"]
     if codes := [f"{name} ({tensor.dtype})" for name, tensor in weights.items() if tensor.dtype not in FLOATS]:
@@ -81,23 +80,20 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
 
 
 Shape = tuple[int, int]
-Method = tuple[
-    Callable[[str, Mapping[str, Any]], Declared],  # of a module, by quantization_config
-    Callable[[str, Parts, Declared, Shape], torch.Tensor],  # reads its weight
-]
 
 
-def _method(config: Any) -> Method | None:
+def _method(config: Any) -> Callable[[str, Mapping[str, Any]], Declared] | None:
+    """What tells from quantization_config how a module is stored; None for a checkpoint that is read in no way."""
     if not isinstance(config, Mapping):
         return None
     name = config.get("quant_method")
     if name == "awq" and config.get("bits") == 4 and str(config.get("version", "gemm")).lower() == "gemm":
-        return _awq_declared, _read_awq
+        return autoawq.declared
     if name == "fp8" and config.get("fmt", "e4m3") == "e4m3" and config.get("scale_fmt") in SCALE_FORMATS:
-        return _fp8_declared, _read_fp8
+        return _fp8_declared
     sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
-    plain = config.get("format") in (*LAYOUTS, MIXED) and not config.get("transform_config") and not sparse
-    return (_compressed_declared, _read_compressed) if name in ("compressed-tensors", None) and plain else None
+    plain = config.get("format") in (*compressed.LAYOUTS, MIXED) and not config.get("transform_config") and not sparse
+    return compressed.declared if name in ("compressed-tensors", None) and plain else None
 
 
 def _shown(config: Any) -> str:
@@ -107,119 +103,55 @@ def _shown(config: Any) -> str:
     return ", ".join(f"{name} {config[name]}" for name in names if config.get(name)) or "an unknown method"
 
 
-def _awq_declared(module: str, config: Mapping[str, Any]) -> Declared:
-    """AutoAWQ's default is groups of 128."""
-    size = config.get("group_size", 128)
-    group = None if size == -1 else whole("group_size", size)
-    return Declared("awq", "group", (1, group), bits=4)
-
-
-def _read_awq(module: str, parts: Parts, declared: Declared, shape: Shape) -> torch.Tensor:
-    tensors = {name: part.read() for name, part in parts.items()}
-    tensors["scales"] = _scales(module, "scales", parts)
-    linear = autoawq.decode({name: tensor.numpy() for name, tensor in tensors.items()})
-    return torch.from_numpy(linear.dequantize())
-
-
 def _fp8_declared(module: str, config: Mapping[str, Any]) -> Declared:
     ue8m0 = config.get("scale_fmt") == "ue8m0"
     if config.get("weight_block_size") is None:
         return Declared("fp8", "tensor", ue8m0=ue8m0)
-    return Declared("fp8", "block", _block("weight_block_size", config["weight_block_size"]), ue8m0=ue8m0)
+    block = channels_of_block("weight_block_size", config["weight_block_size"])
+    return Declared("fp8", "block", block, ue8m0=ue8m0)
 
 
-def _read_fp8(module: str, parts: Parts, declared: Declared, shape: Shape) -> torch.Tensor:
-    scales = _scales(module, "weight_scale_inv", parts)
-    return parts["weight"].read().float().mul_(_spread(scales, declared, shape))
+def _read(module: str, parts: Parts, declared: Declared, shape: Shape) -> torch.Tensor:
+    """A weight in float32: its codes, less their zero points, times their scales."""
+    tensors = {part: _array(module, part, stored) for part, stored in parts.items()}
+    coded = _coded(module, tensors, declared)
+    order = _order(module, tensors["weight_g_idx"], coded.scales) if "weight_g_idx" in tensors else None
+    weight = coded.codes.astype(np.float32, order="C", copy=False)  # 8-bit floats are float32 already
+    if coded.zero_points is not None:
+        weight -= _spread(coded.zero_points, declared, shape, order)
+    weight *= _spread(coded.scales, declared, shape, order)
+    return torch.from_numpy(weight)
 
 
-def _compressed_declared(module: str, config: Mapping[str, Any]) -> Declared:
-    """What is not said has the defaults of compressed-tensors."""
-    group, weights = _group_of(module, config)
-    layout, kind = group.get("format") or config["format"], weights.get("type", "int")
-    if layout not in LAYOUTS:
-        raise QuantizationError(
-            f"quantization_config says that the weight of {module} is stored in {layout}",
-            expected=f"one of {', '.join(LAYOUTS)}",
-            remedy=REMEDY,
-        )
-    if layout == "naive-quantized":
-        layout = f"{kind}-quantized"
-    if kind not in ("int", "float") or (kind == "float") != (layout == "float-quantized"):
-        raise QuantizationError(
-            f"quantization_config says that the weight of {module} has codes of type {kind} in {layout}",
-            expected="type float in float-quantized, type int elsewhere",
-            remedy=REMEDY,
-        )
-    size = weights.get("group_size")
-    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
-    blocks = {
-        "tensor": lambda: (None, None),
-        "channel": lambda: (1, None),
-        "group": lambda: (1, whole("group_size", size)),
-        "block": lambda: _block("block_structure", weights.get("block_structure")),
-    }
-    if strategy not in blocks:
-        raise QuantizationError(
-            f"quantization_config says one scale per {strategy} for the weight of {module}",
-            expected=f"one of {', '.join(blocks)}",
-            remedy=REMEDY,
-        )
-    return Declared(
-        layout,
-        strategy,
-        blocks[strategy](),
-        bits=whole("num_bits", weights.get("num_bits", 8)),
-        symmetric=bool(weights.get("symmetric", True)),
-        sorted=weights.get("actorder") in ("group", "dynamic", True),
-    )
-
-
-def _read_compressed(module: str, parts: Parts, declared: Declared, shape: Shape) -> torch.Tensor:
-    rows, columns = shape
-    scales = _scales(module, "weight_scale", parts)
-    zeros = parts["weight_zero_point"].read() if "weight_zero_point" in parts else None
-    if "weight_packed" in parts:
-        packing = next(
-            (f for f in formats().values() if isinstance(f, Integers) and f.grouped and f.bits == declared.bits), None
-        )
-        if packing is None:
-            raise QuantizationError(
-                f"{module} is packed in {declared.bits} bits",
-                expected="4, 5, 6 or 8 bits",
-                remedy="take the float checkpoint that it was made from",
-            )
-        codes = _tensor(packing.codes(parts["weight_packed"].read().numpy(), columns))
-        if zeros is not None:
-            zeros = _tensor(packing.codes(np.ascontiguousarray(zeros.numpy().T), rows).T)
-        offset = torch.tensor([[float(1 << (declared.bits - 1))]]) if zeros is None else zeros
-    else:
-        codes = parts["weight"].read().float()
-        offset = torch.zeros(1, 1) if zeros is None else zeros.float()
-    order = _order(module, parts["weight_g_idx"].read(), scales) if "weight_g_idx" in parts else None
-    codes.sub_(_spread(offset, declared, shape, order))
-    return codes.mul_(_spread(scales, declared, shape, order))
-
-
-def _tensor(codes: Any) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(codes).astype(np.float32))
-
-
-def _scales(module: str, part: str, parts: Parts) -> torch.Tensor:
-    """In float32, which holds every scale that the table allows exactly."""
-    stored: torch.Tensor = parts[part].read()
-    exponents = stored.dtype == torch.uint8
-    scales = (stored.view(torch.float8_e8m0fnu) if exponents else stored).float()
+def _array(module: str, part: str, stored: Stored) -> AnyArray:
+    """Scales and 8-bit floats in float32, which holds them exactly; other tensors as they are."""
+    tensor: torch.Tensor = stored.read()
+    if "scale" not in part:
+        return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    scales = (tensor.view(torch.float8_e8m0fnu) if tensor.dtype == torch.uint8 else tensor).float()
     if not bool(torch.isfinite(scales).all()):
         raise QuantizationError(
-            f"{module}.{part} ({parts[part].dtype} {list(parts[part].shape)}) holds scales that are not finite",
+            f"{module}.{part} ({stored.dtype} {list(stored.shape)}) holds scales that are not finite",
             expected="finite scales; code 255 of F8_E8M0 is NaN",
             remedy="choose another checkpoint: this one is damaged",
         )
-    return scales
+    return scales.numpy()
 
 
-def _order(module: str, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _coded(module: str, tensors: Tensors, declared: Declared) -> Coded:
+    """Codes without zero points are the levels themselves."""
+    match declared.layout:
+        case "awq":
+            return autoawq.decode(tensors)
+        case "pack-quantized":
+            return compressed.unpacked(module, tensors, declared)
+        case "fp8":
+            return Coded(tensors["weight"], tensors["weight_scale_inv"], None)
+        case _:
+            return Coded(tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point"))
+
+
+def _order(module: str, groups: AnyArray, scales: FloatArray) -> AnyArray:
     """The group of every input channel."""
     if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[1]:
         raise QuantizationError(
@@ -227,44 +159,21 @@ def _order(module: str, groups: torch.Tensor, scales: torch.Tensor) -> torch.Ten
             expected=f"groups 0 to {scales.shape[1] - 1}, as {module}.weight_scale has",
             remedy=REMEDY,
         )
-    return groups.long()
+    return groups
 
 
-def _spread(values: torch.Tensor, declared: Declared, shape: Shape, order: torch.Tensor | None = None) -> torch.Tensor:
+def _spread(values: AnyArray, declared: Declared, shape: Shape, order: AnyArray | None) -> AnyArray:
     """A value for every weight, or for every row, from one per tensor, output channel, group or block.
 
     ``order``: the group of every input channel, where the channels of a group are not neighbours.
     """
-    values = values.reshape(-1, 1) if values.dim() < 2 else values
+    values = values.reshape(-1, 1) if values.ndim < 2 else values
     if order is not None and values.shape[1] > 1:
         values = values[:, order]
     for axis, (size, block) in enumerate(zip(shape, declared.block, strict=True)):
         if block is not None and values.shape[axis] not in (1, size):
-            values = values.repeat_interleave(block, axis).narrow(axis, 0, size)
+            values = np.repeat(values, block, axis)[: shape[0], : shape[1]]
     return values
-
-
-def _block(name: str, value: Any) -> Shape:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise QuantizationError(
-            f"quantization_config says {name} {value!r}", expected="[output channels, input channels]", remedy=REMEDY
-        )
-    return whole(name, value[0]), whole(name, value[1])
-
-
-def _group_of(module: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The one of ``config_groups`` that says how the weight of a module is stored, and its arguments of weights."""
-    for group in (config.get("config_groups") or {}).values():
-        for target in group.get("targets", ()):
-            pattern = target.removeprefix("re:")
-            named = re.match(pattern, module) if target != pattern else module.endswith(target)
-            if (named or target == "Linear") and group.get("weights"):
-                return group, group["weights"]
-    raise QuantizationError(
-        f"quantization_config does not say how the weight of {module} is stored",
-        expected="a group of config_groups whose targets match it",
-        remedy="complete config.json",
-    )
 
 
 def _drop_repeated_scales(weights: dict[str, Stored]) -> None:

@@ -33,7 +33,8 @@ from threadpoolctl import threadpool_limits
 from quantization import input_scale
 from quantization.calibration import Calibration
 from quantization.checkpoint import KVScales, KVScheme, LinearReport, QuantizedModel
-from quantization.compressed_tensors import Checkpoint, ResumableWriter, open_checkpoint, quantization_config
+from quantization.checkpoint_formats.compressed import quantization_config
+from quantization.compressed_tensors import Checkpoint, ResumableWriter, open_checkpoint
 from quantization.input_scale import InputScale, identity
 from quantization.kv_cache import BITS, scale_name
 from quantization.needs import SEARCH_BYTES, quantization_needs, search_bytes

@@ -33,6 +33,7 @@ from quantization.compressed_tensors import Checkpoint, open_checkpoint
 from quantization.kv_cache import largest_code, scale_name
 from quantization.needs import decoded_bytes, reference_needs
 from tapeout.errors import QuantizationError
+from tapeout.mapped_model import empty_model, fill
 from tapeout.mapped_weights import weight_at_call
 from tapeout.operators import state_changed
 from tapeout.quantized import QuantizedWeight
@@ -40,7 +41,6 @@ from tapeout.resources import require
 
 FloatArray = NDArray[np.float32]
 TINY = 1e-30
-_PUBLISHED_KV_SCALES = (".k_scale", ".v_scale")  # per-tensor scales for other readers, the same as in KV_SCALES
 
 
 class QuantizedReference:
@@ -182,16 +182,7 @@ def _exchange(name: str, value: FloatArray, errors: dict[str, tuple[float, float
 
 def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     """The model with float32 weights, and its quantized linears with how their inputs are rounded."""
-    from accelerate import init_empty_weights
-    from transformers.models.auto.configuration_auto import AutoConfig
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
-    config: Any = AutoConfig.from_pretrained(folder)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the weights put into it are already decoded
-    with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.tie_weights()
+    model = empty_model(folder)
     require("the quantized model in torch", reference_needs(model), folder)
     checkpoint = open_checkpoint(folder)
     embedding = model.get_input_embeddings().weight
@@ -215,25 +206,8 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
         else:
             late[name] = partial(_read, checkpoint, name, name in transposed)
             weights[name] = torch.zeros(()).expand(shape)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in weights and weights[name].shape != parameter.shape:
-            raise QuantizationError(
-                f"{name} of {folder} has shape {list(weights[name].shape)}",
-                expected=f"{list(parameter.shape)}, by config.json",
-                remedy="run `dvc repro quantize`",
-            )
-    result = model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
-    parameters = dict(model.named_parameters())  # a tied one once, by its first name
-    missing = [name for name in result.missing_keys if name in parameters]
-    unexpected = [name for name in result.unexpected_keys if not name.endswith(_PUBLISHED_KV_SCALES)]
-    if missing or unexpected:
-        raise QuantizationError(
-            f"{folder} lacks {missing[:3]} and has {unexpected[:3]} beyond {type(model).__name__}",
-            expected="one tensor for each parameter",
-            remedy="run `dvc repro quantize`",
-        )
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    fill(model, weights)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # a tied one once, by its first name
     linears: list[tuple[torch.nn.Module, InputGrid]] = []
     for module in model.modules():
         name = names.get(id(getattr(module, "weight", None)))

@@ -23,7 +23,7 @@ from quantization.input_scale import InputScale
 from quantization.reference import InputGrid, input_hook
 from quantization.units import EMBEDDING, HEAD
 from tapeout.artifact import Artifact
-from tapeout.errors import QuantizationError
+from tapeout.layer_stream import decoder_layers
 from tapeout.mapped_model import open_model
 from tapeout.mapped_weights import weight_at_call
 from tapeout.operators import state_changed
@@ -70,7 +70,7 @@ class Simulation:
         self.positions = sum(map(len, self._compared))
         self._model: Any = open_model(graph.folder)
         self._head: Any = self._model.get_output_embeddings()
-        self._layers = _layers_of(self._model, graph.record)
+        self._layers = decoder_layers(self._model)
         self._modules = {group.name: self._modules_of(group) for group in graph.record.groups}
         self._transposed = {group.name for group in graph.record.groups if group.transposed}
         self._modules[EMBEDDING] = [self._model.get_input_embeddings()]
@@ -173,16 +173,3 @@ def _copied(output: Any) -> Any:
 
 def _as_it_is(_layer: int, _name: str, kept: Tensor) -> Tensor:
     return kept
-
-
-def _layers_of(model: Any, graph: PortableGraph) -> Any:
-    """The decoder's list of layers, by the parameters it holds."""
-    first = next(group.members[0] for group in graph.groups if group.name.startswith("layers.0."))
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == graph.layers and first.startswith(f"{name}.0."):
-            return module
-    raise QuantizationError(
-        f"{type(model).__name__} has no list of {graph.layers} layers that holds {first}",
-        expected="a decoder whose layers are one list of modules",
-        remedy="write the rules of plan.schemes out, which needs no sensitivities",
-    )

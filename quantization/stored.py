@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tapeout.errors import QuantizationError
+from tapeout.tensor_files import FLOATS
 
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # of weights that are not quantized
 REMEDY = "fetch the checkpoint again, restore its quantization_config, or take the float checkpoint it was made from"
 
 
@@ -319,3 +319,12 @@ def whole(name: str, value: Any) -> int:
             f"quantization_config says {name} {value!r}", expected="a whole number of at least 1", remedy=REMEDY
         )
     return value
+
+
+def channels_of_block(name: str, value: Any) -> tuple[int, int]:
+    """``value`` of quantization_config, the output and input channels that share a scale."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise QuantizationError(
+            f"quantization_config says {name} {value!r}", expected="[output channels, input channels]", remedy=REMEDY
+        )
+    return whole(name, value[0]), whole(name, value[1])

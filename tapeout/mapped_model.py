@@ -1,4 +1,4 @@
-"""Open a checkpoint that export wrote as a model of transformers, its weights still in their files."""
+"""A checkpoint of ours as a model of transformers: made without weights, then filled."""
 
 from __future__ import annotations
 
@@ -15,27 +15,36 @@ from tapeout.tensor_files import stored_tensors
 
 
 def open_model(folder: Path, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """Computes in float32, whatever its weights are stored in (tapeout/mapped_weights.py).
+    """What export wrote, its weights still in their files. Computes in float32 (tapeout/mapped_weights.py).
 
-    ``weights``: those of the folder unless given. :class:`ModelError` for parameters that the checkpoint lacks or has
-    in another shape.
+    ``weights``: those of the folder unless given. :class:`ModelError` as :func:`fill` has it.
     """
-    from accelerate import init_empty_weights
-    from transformers.models.auto.configuration_auto import AutoConfig
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
     weights = {n: stored.read() for n, stored in stored_tensors(folder).items()} if weights is None else weights
-    with init_empty_weights(include_buffers=False):
-        config = AutoConfig.from_pretrained(folder)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.tie_weights()
-    _place(model, weights)
+    model = empty_model(folder)
+    fill(model, weights)
     compute_in_float32(model)
     return model
 
 
-def _place(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Give every parameter and stored buffer its tensor. Tied parameters are stored under one name, and stay tied."""
+def empty_model(folder: Path) -> Any:
+    """By ``config.json``, in float32: parameters have shapes and no memory, and those that share a weight are tied."""
+    from accelerate import init_empty_weights
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    config: Any = AutoConfig.from_pretrained(folder)
+    vars(config).pop("quantization_config", None)  # the model is filled with floats
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.tie_weights()
+    return model
+
+
+def fill(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Give every parameter and stored buffer its tensor. Tied parameters are stored under one name, and stay tied.
+
+    :class:`ModelError` for parameters that ``weights`` lack or have in another shape, and for weights of no parameter.
+    """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -44,13 +53,20 @@ def _place(model: Any, weights: Mapping[str, Tensor]) -> None:
         raise ModelError(
             f"the checkpoint lacks {len(missing)} parameters of {type(model).__name__}, such as {missing[0]}",
             expected="every parameter of the model",
-            remedy="complete the checkpoint, or export the model again",
+            remedy="complete the checkpoint, or run the stage that wrote it again",
+        )
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    if unknown := weights.keys() - buffers - {name for alike in names.values() for name in alike}:
+        raise ModelError(
+            f"the checkpoint has {len(unknown)} tensors beyond {type(model).__name__}, such as {min(unknown)}",
+            expected="tensors of this model only",
+            remedy="restore the configuration that the weights were saved with",
         )
     placed = {key: _read(weights, name, key.shape) for key, name in stored.items()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, placed[parameter])
-    for name, buffer in model.named_buffers():
+    for name, buffer in buffers.items():
         if name in weights:
             buffer.data = weights[name].to(buffer.dtype, copy=True)
 

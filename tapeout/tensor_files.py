@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from tapeout.errors import ExportError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # types of weights that are not quantized
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+from tapeout.tensor_files import INDEX, SINGLE
+
 HEADER_BYTES = 1 << 18  # with the 8 bytes of its length; about 1,500 tensors
 ENTRY_BYTES = 120  # most of an entry of the header, without the tensor's name
 ALIGNMENT = 8
@@ -47,7 +48,7 @@ class ShardWriter:
     What fits one shard becomes a plain ``model.safetensors``, as every reader expects.
     """
 
-    def __init__(self, folder: Path, *, shard_bytes: int) -> None:
+    def __init__(self, folder: Path, *, shard_bytes: int = 2 << 30) -> None:
         self.folder, self.shard_bytes = folder, shard_bytes
         self.total_bytes = 0
         self._shards: list[tuple[Path, list[str]]] = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantization.compressed_tensors import quantization_config
+from quantization.checkpoint_formats.compressed import quantization_config
 from tapeout.schemes import Scheme
 from tests.families import random_model, save_checkpoint
 from tests.tiny import tiny_checkpoint

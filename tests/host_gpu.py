@@ -20,8 +20,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from engines.bundle import CompiledEngine, EngineBundle, Profile
-from engines.lowered_graph import LoweredGraph
+from engines.bundle import CompiledEngine, EngineBundle, LoweredGraph, Profile
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.fingerprint import Fingerprint

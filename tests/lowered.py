@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engines.bundle import LoweredGraph
 from engines.compile import build
 from engines.load import hardware_target
-from engines.lowered_graph import LoweredGraph
 from quantization import qdq
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact

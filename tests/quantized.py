@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 
 from quantization.checkpoint import KVScheme, LinearReport, QuantizedModel
-from quantization.compressed_tensors import CheckpointWriter, quantization_config
+from quantization.checkpoint_formats.compressed import quantization_config
+from quantization.compressed_tensors import CheckpointWriter
 from quantization.proof import QuantizationProof
 from quantization.units import quantized_ones
 from tapeout.artifact import Artifact, ArtifactRef, create, load

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantization import autoawq
+from quantization.checkpoint_formats import autoawq
 from tapeout.formats import formats
 from tapeout.integers import Integers
 from tests import checkpoints

@@ -19,7 +19,7 @@ from tapeout.errors import ArtifactError, BuildError
 from tapeout.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from engines.lowered_graph import LoweredGraph
+    from engines.bundle import LoweredGraph
     from evals.portable import PortableReport
     from evals.verdict import Verdict
 

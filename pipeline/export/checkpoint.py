@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from pipeline.export import gguf
-from pipeline.export.mapped import FLOATS, place_stored, stand_ins
+from pipeline.export.mapped import place_stored, stand_ins
 from pipeline.export.weights import write_weights
 from quantization.dequantize import dequantized, describe
 from runtime.gateway.text.sampling_defaults import GENERATION_CONFIG, read_defaults
 from tapeout.errors import ExportError, one_line
 from tapeout.mapped_weights import compute_in_float32, is_finite
-from tapeout.tensor_files import StoredTensor, few, stored_tensors
+from tapeout.tensor_files import FLOATS, StoredTensor, few, stored_tensors
 
 CONFIG = "config.json"
 # Buffers of old releases that transformers computes by itself: masks, positions and rotary frequencies.
@@ -72,7 +72,7 @@ def _load_folder(folder: Path, scratch: Path) -> LoadedCheckpoint:
 
     written = _read_config(folder)
     config = _config(folder)
-    kind = _require_decoder(config, written.get("architectures"), str(folder))
+    kind = type(_require_decoder(config, written.get("architectures"), str(folder)))
     stored, weights = stored_tensors(folder), folder
     quantization = written.get("quantization_config") or written.get("compression_config")
     if quantization is None:
@@ -105,13 +105,11 @@ def _load_gguf(folder: Path, entry: str, scratch: Path) -> LoadedCheckpoint:
     with gguf.quickly_read():
         config = _config(folder, gguf_file=entry)
         gguf.require_known(header, config, path)
-        kind = _require_decoder(config, None, entry)
-        with torch.device("meta"):
-            skeleton = kind(config)
+        skeleton = _require_decoder(config, None, entry)
         write_weights(scratch, gguf.dequantized(path, header, skeleton))
     # The dequantized model is a float model: how the file stored it must not reach the exported config.
     vars(config).pop("quantization_config", None)
-    model = _placed(kind, config, stored_tensors(scratch), entry)
+    model = _placed(type(skeleton), config, stored_tensors(scratch), entry)
     if sampling := gguf.sampling(header, path):
         # transformers saves no settings of sampling for a model that does not sample.
         model.generation_config.update(do_sample=bool(sampling.keys() - {"repetition_penalty"}), **sampling)
@@ -166,7 +164,7 @@ def _config(folder: Path, **options: str) -> Any:
 
 
 def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
-    """The model's class. Refused: anything that is no dense causal language model."""
+    """The model, on the meta device. Refused: anything that is no dense causal language model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if getattr(config, "is_encoder_decoder", False):
@@ -215,7 +213,7 @@ def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
                 expected="a dense decoder",
                 remedy="mixture-of-experts models are not supported; choose a dense one",
             )
-    return kind
+    return skeleton
 
 
 def _unknown_rotary(config: Any, known: Collection[str]) -> str:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from quantization.stored import GGUF_TYPES
 from runtime.gateway.text.sampling_defaults import checked_defaults
 from tapeout.errors import ExportError, one_line
-from tapeout.tensor_files import few
+from tapeout.tensor_files import FLOATS, few
 
 # Metadata that says what the tensors or other keys say too. ``_implied`` compares some of them.
 IMPLIED = frozenset({"vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count"})
@@ -252,5 +252,5 @@ def _read(tensor: Any, processor: Any, path: Path) -> torch.Tensor:
 
 def describe(header: GgufHeader) -> str | None:
     """The quantized types of the file's tensors, the commonest first; None for a file of floats."""
-    types = Counter(kind for kind in header.tensors.values() if kind not in ("F32", "F16", "BF16", "F64"))
+    types = Counter(kind for kind in header.tensors.values() if kind not in FLOATS)
     return f"GGUF {', '.join(kind for kind, _ in types.most_common())}" if types else None

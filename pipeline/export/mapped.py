@@ -11,9 +11,8 @@ from collections.abc import Mapping
 import torch
 
 from tapeout.mapped_weights import HALF, PIECE
-from tapeout.tensor_files import StoredTensor
+from tapeout.tensor_files import FLOATS, StoredTensor
 
-FLOATS = ("F64", "F32", "F16", "BF16")
 Stored = Mapping[str, StoredTensor]
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.export import gguf
-from pipeline.export.mapped import FLOATS
 from tapeout.adapters import read_adapter
 from tapeout.resources import Needs
 from tapeout.segments import SEGMENT_BYTES
-from tapeout.tensor_files import stored_tensors
+from tapeout.tensor_files import FLOATS, stored_tensors
 from tapeout.tensor_writer import ELEMENT_BYTES
 
 BASE_BYTES = 900 << 20  # torch, transformers, the traced graph, and random caches of the check

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.bundle import EngineBundle, PassReport
-from engines.lowered_graph import LoweredGraph
+from engines.bundle import EngineBundle, LoweredGraph, PassReport
 from engines.target import Compilation, GraphTarget, HardwareTarget, Progress, Target
 from pipeline.recipe import Recipe
 from tapeout import artifact

@@ -1,24 +1,35 @@
-"""compressed-tensors, as both vLLM and transformers load it.
+"""compressed-tensors: what ``config.json`` says of it, read and written, and what both vLLM and transformers load.
 
-The QuantizedModel itself is such a checkpoint, and transformers loads it. vLLM loads no quantized embedding in that
-form, transformers no packed zero points: these two are what this format leaves out.
+The QuantizedModel itself is such a checkpoint (``quantization/compressed_tensors.py``), and transformers loads it. vLLM
+loads no quantized embedding in that form, transformers no packed zero points: these two are what this format leaves
+out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantization.checkpoint_formats.folder import SHARD_BYTES, write_config
-from quantization.checkpoint_formats.source import FLOAT_STORED, ExportSource, Parameter, ParameterPlace, narrowed
-from quantization.compressed_tensors import CheckpointWriter, quantization_config
+from quantization.checkpoint_formats import FLOAT_STORED, Parameter, ParameterPlace
+from quantization.stored import REMEDY, Declared, channels_of_block, whole
+from tapeout.errors import QuantizationError
+from tapeout.formats import formats
 from tapeout.integers import Integers
+from tapeout.number_format import Coded, Tensors
+from tapeout.packed_codes import BYTES
 from tapeout.quantized import QuantizedWeight, format_of
 from tapeout.schemes import FLOAT, Scheme
 
+if TYPE_CHECKING:  # an export reads this layout, and depends on no QuantizedModel
+    from quantization.checkpoint_formats.source import ExportSource
+
+LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 SIGNED_BYTES = "8-bit symmetric"
 
 
@@ -28,46 +39,36 @@ class CompressedTensors:
     recipe: str = "symmetric: true for every rule of plan.schemes, and plan.embeddings {bits: 32}"
 
     def places(self, source: ExportSource) -> list[ParameterPlace]:
-        return [_place(parameter) for parameter in source.parameters]
+        return [ParameterPlace(parameter, *_place(parameter)) for parameter in source.parameters]
 
     def write(
         self, source: ExportSource, places: Sequence[ParameterPlace], folder: Path, advance: Callable[[], None]
     ) -> None:
-        writer = CheckpointWriter(folder, shard_bytes=SHARD_BYTES)
         schemes: dict[str, Scheme] = {}
-        for place in places:
-            parameter = place.parameter
-            if place.stored == FLOAT_STORED:
-                dtype, array = narrowed(source.floats(parameter))
-                writer.add(parameter.name, array, dtype)
-            else:
-                linear = source.codes(parameter)
-                stored = _signed(linear) if place.stored == SIGNED_BYTES else linear
-                writer.add_linear(parameter.name, stored)
-                schemes[parameter.name] = stored.scheme
-            advance()
-        writer.finish()
-        floats = [place.parameter.name for place in places if place.parameter.unit and place.stored == FLOAT_STORED]
-        ignored = [*floats, *(["lm_head.weight"] if source.tied else [])]
-        write_config(source, folder, quantization_config(schemes, {}, ignored) | {"kv_cache_scheme": None})
+
+        def encoded(place: ParameterPlace) -> Tensors:
+            linear = source.codes(place.parameter)
+            stored = _signed(linear) if place.stored == SIGNED_BYTES else linear
+            schemes[place.parameter.name] = stored.scheme
+            return format_of(stored.scheme).encode(stored.coded)
+
+        source.write_weights(places, folder, encoded, advance)
+        quantization = quantization_config(schemes, {}, source.in_float(places))
+        source.write_config(folder, quantization | {"kv_cache_scheme": None})
 
 
-def _place(parameter: Parameter) -> ParameterPlace:
+def _place(parameter: Parameter) -> tuple[str, str]:
+    """How it is stored, and the reason, as :class:`ParameterPlace` has them."""
     scheme = parameter.scheme
     if scheme == FLOAT:
-        return ParameterPlace(parameter, FLOAT_STORED)
+        return FLOAT_STORED, ""
     if parameter.embedding:
-        return ParameterPlace(
-            parameter, FLOAT_STORED, "vLLM loads no quantized embedding or lm_head that transformers loads too"
-        )
+        return FLOAT_STORED, "vLLM loads no quantized embedding or lm_head that transformers loads too"
     if not isinstance(format_of(scheme), Integers):
-        return ParameterPlace(
-            parameter, FLOAT_STORED, f"transformers and vLLM are not known to load {scheme.format} alike"
-        )
+        return FLOAT_STORED, f"transformers and vLLM are not known to load {scheme.format} alike"
     if scheme.symmetric:
-        return ParameterPlace(parameter, scheme.name)
-    reason = "transformers loads no packed zero points"
-    return ParameterPlace(parameter, SIGNED_BYTES if scheme.bits < 8 else FLOAT_STORED, reason)
+        return scheme.name, ""
+    return SIGNED_BYTES if scheme.bits < 8 else FLOAT_STORED, "transformers loads no packed zero points"
 
 
 def _signed(linear: QuantizedWeight) -> QuantizedWeight:
@@ -78,3 +79,121 @@ def _signed(linear: QuantizedWeight) -> QuantizedWeight:
     return replace(
         linear, codes=(levels + format_of(scheme).midpoint).astype(np.uint8), zero_points=None, scheme=scheme
     )
+
+
+def quantization_config(
+    linears: Mapping[str, Scheme], embeddings: Mapping[str, Scheme], ignored: Iterable[str]
+) -> dict[str, Any]:
+    """``quantization_config`` of ``config.json``: one group per way to store, its modules as regular expressions.
+
+    ``linears`` and ``embeddings`` map parameter names to schemes; ``ignored`` are the modules left in float.
+    """
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for name, scheme in linears.items():
+        stored = {"format": format_of(scheme).layout, **format_of(scheme).arguments(scheme)}
+        groups.setdefault(json.dumps(stored), (stored, []))[1].append(name.removesuffix(".weight"))
+    for name, scheme in embeddings.items():
+        stored = {"format": BYTES, "weights": format_of(scheme).arguments(scheme)["weights"]}
+        groups.setdefault(json.dumps(stored), (stored, []))[1].append(name.removesuffix(".weight"))
+    encodings = {stored["format"] for stored, _ in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": encodings.pop() if len(encodings) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": module_patterns(name.removesuffix(".weight") for name in ignored),
+        "config_groups": {
+            f"group_{number}": {"targets": module_patterns(modules), **stored}
+            for number, (_, (stored, modules)) in enumerate(sorted(groups.items()))
+        },
+    }
+
+
+def module_patterns(modules: Iterable[str]) -> list[str]:
+    r"""Module names as anchored regular expressions, the names that differ in one layer number merged.
+
+    >>> module_patterns(["m.0.o", "m.2.o", "head"])
+    ['re:^head$', 're:^m\\.(0|2)\\.o$']
+    """
+    merged: dict[tuple[str, str], set[int]] = {}
+    for module in modules:
+        match = re.search(r"(?<=\.)\d+(?=\.)", module)
+        before, number, after = (
+            (module[: match.start()], int(match.group()), module[match.end() :]) if match else (module, -1, "")
+        )
+        merged.setdefault((before, after), set()).add(number)
+    patterns: list[str] = []
+    for (before, after), numbers in sorted(merged.items()):
+        middle = "" if numbers == {-1} else f"({'|'.join(str(n) for n in sorted(numbers))})"
+        patterns.append(f"re:^{re.escape(before)}{middle}{re.escape(after)}$")
+    return patterns
+
+
+def declared(module: str, config: Mapping[str, Any]) -> Declared:
+    """By quantization_config; what is not said has the defaults of compressed-tensors."""
+    group, weights = _group_of(module, config)
+    layout, kind = group.get("format") or config["format"], weights.get("type", "int")
+    if layout not in LAYOUTS:
+        raise QuantizationError(
+            f"quantization_config says that the weight of {module} is stored in {layout}",
+            expected=f"one of {', '.join(LAYOUTS)}",
+            remedy=REMEDY,
+        )
+    if layout == "naive-quantized":
+        layout = f"{kind}-quantized"
+    if kind not in ("int", "float") or (kind == "float") != (layout == "float-quantized"):
+        raise QuantizationError(
+            f"quantization_config says that the weight of {module} has codes of type {kind} in {layout}",
+            expected="type float in float-quantized, type int elsewhere",
+            remedy=REMEDY,
+        )
+    size = weights.get("group_size")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    blocks = {
+        "tensor": lambda: (None, None),
+        "channel": lambda: (1, None),
+        "group": lambda: (1, whole("group_size", size)),
+        "block": lambda: channels_of_block("block_structure", weights.get("block_structure")),
+    }
+    if strategy not in blocks:
+        raise QuantizationError(
+            f"quantization_config says one scale per {strategy} for the weight of {module}",
+            expected=f"one of {', '.join(blocks)}",
+            remedy=REMEDY,
+        )
+    return Declared(
+        layout,
+        strategy,
+        blocks[strategy](),
+        bits=whole("num_bits", weights.get("num_bits", 8)),
+        symmetric=bool(weights.get("symmetric", True)),
+        sorted=weights.get("actorder") in ("group", "dynamic", True),
+    )
+
+
+def _group_of(module: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The one of ``config_groups`` that says how the weight of a module is stored, and its arguments of weights."""
+    for group in (config.get("config_groups") or {}).values():
+        for target in group.get("targets", ()):
+            pattern = target.removeprefix("re:")
+            named = re.match(pattern, module) if target != pattern else module.endswith(target)
+            if (named or target == "Linear") and group.get("weights"):
+                return group, group["weights"]
+    raise QuantizationError(
+        f"quantization_config does not say how the weight of {module} is stored",
+        expected="a group of config_groups whose targets match it",
+        remedy="complete config.json",
+    )
+
+
+def unpacked(module: str, tensors: Tensors, declared: Declared) -> Coded:
+    """The codes and zero points of ``pack-quantized``. :class:`QuantizationError` for bits that are read in no way."""
+    packings = [f for f in formats().values() if isinstance(f, Integers) and f.grouped and f.bits == declared.bits]
+    if not packings:
+        raise QuantizationError(
+            f"{module} is packed in {declared.bits} bits",
+            expected="4, 5, 6 or 8 bits",
+            remedy="take the float checkpoint that it was made from",
+        )
+    coded = packings[0].decode(tensors)
+    midpoint = np.full((1, 1), packings[0].midpoint, np.uint8)
+    return coded if coded.zero_points is not None else coded._replace(zero_points=midpoint)

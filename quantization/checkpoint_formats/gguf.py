@@ -1,4 +1,11 @@
-"""GGUF, as llama.cpp reads it: one file with the weights, the tokenizer and the chat template."""
+"""GGUF, as llama.cpp reads it: one file with the weights, the tokenizer and the chat template.
+
+A quantized weight is blocks of 32 input channels with one float16 scale. Our weights are ``scale * level``, where a
+level is a code less its zero point. Three types are that too: Q4_0 (levels -8 to 7), Q5_0 (-16 to 15) and Q8_0 (-128 to
+127). Groups larger than 32 repeat their scale in each of their blocks. Not used: Q4_1, whose offset
+``scale * zero point`` is rounded to float16, and the K types, whose scales are products of two rounded numbers.
+Layouts: ggml-common.h of llama.cpp (``block_q4_0``, ``block_q5_0``, ``block_q8_0``).
+"""
 
 from __future__ import annotations
 
@@ -12,15 +19,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantization import gguf_blocks
-from quantization.checkpoint_formats import gguf_metadata
-from quantization.checkpoint_formats.source import FLOAT_STORED, ExportSource, Parameter, ParameterPlace, narrowed
+from quantization.checkpoint_formats import FLOAT_STORED, Parameter, ParameterPlace, gguf_metadata
+from quantization.checkpoint_formats.source import ExportSource, narrowed
+from quantization.stored import GGUF_TYPES
 from tapeout.integers import Integers
-from tapeout.quantized import format_of
+from tapeout.quantized import QuantizedWeight, format_of
 from tapeout.schemes import FLOAT
 
 FILE = "model.gguf"
 ROPE_FACTORS = "rope_freqs.weight"
+BLOCK = 32  # input channels
+LEVELS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}  # levels lie in [-n, n)
+PLACES = {  # by bits, and whether symmetric: the smallest type that holds the same weights, and why no smaller one does
+    (4, True): ("Q4_0", ""),
+    (5, True): ("Q5_0", ""),
+    (8, True): ("Q8_0", ""),
+    (4, False): ("Q5_0", "Q4_1 would round its zero points, to float16 offsets"),
+    (5, False): ("Q8_0", "Q5_1 would round its zero points, to float16 offsets"),
+    (6, True): ("Q8_0", "Q6_K would round its scales"),
+    (6, False): ("Q8_0", "Q6_K would round its scales"),
+    (8, False): (FLOAT_STORED, "no type has zero points of 8 bits"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +52,7 @@ class Gguf:
 
     def places(self, source: ExportSource) -> list[ParameterPlace]:
         gguf_metadata.require(source)
-        return [_place(parameter) for parameter in source.parameters]
+        return [ParameterPlace(parameter, *_place(parameter)) for parameter in source.parameters]
 
     def write(
         self, source: ExportSource, places: Sequence[ParameterPlace], folder: Path, advance: Callable[[], None]
@@ -44,15 +63,16 @@ class Gguf:
         writer = gguf.GGUFWriter(folder / FILE, model.architecture.gguf)
         model.add_to(writer)
         kinds = {place.parameter.name: _kind(source, place) for place in places}
-        file_type = Counter(kind for kind in kinds.values() if kind != "F32").most_common(1)
-        writer.add_file_type(gguf_metadata.FILE_TYPES[file_type[0][0] if file_type else "F32"])
+        main = Counter(f"MOSTLY_{kind}" for kind in kinds.values() if kind != "F32").most_common(1)
+        writer.add_file_type(gguf.LlamaFileType[main[0][0] if main else "ALL_F32"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         factors = model.rope_factors
         for place in places:
             parameter, kind = place.parameter, kinds[place.parameter.name]
-            shape, size = _bytes_of(parameter.shape, kind)
+            values, size = GGUF_TYPES[kind]
+            shape = (*parameter.shape[:-1], parameter.shape[-1] // values * size)  # of the bytes
             type_of = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor_info(model.name_of(parameter.name), shape, np.dtype(np.uint8), size, type_of)
+            writer.add_tensor_info(model.name_of(parameter.name), shape, np.dtype(np.uint8), prod(shape), type_of)
         if factors is not None:
             writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
         writer.write_header_to_file()
@@ -60,40 +80,28 @@ class Gguf:
         writer.write_ti_data_to_file()
         for place in places:
             order = model.row_order(place.parameter.name, place.parameter.shape[0])
-            writer.write_tensor_data(_data(source, place, kinds[place.parameter.name], order))
+            rows = _rows(source, place, kinds[place.parameter.name])
+            writer.write_tensor_data(rows if order is None else rows[order])
             advance()
         if factors is not None:
             writer.write_tensor_data(factors)
         writer.close()
 
 
-def _place(parameter: Parameter) -> ParameterPlace:
+def _place(parameter: Parameter) -> tuple[str, str]:
+    """How it is stored, and the reason, as :class:`ParameterPlace` has them."""
     scheme = parameter.scheme
     if scheme == FLOAT:
-        return ParameterPlace(parameter, FLOAT_STORED)
+        return FLOAT_STORED, ""
     if not isinstance(format_of(scheme), Integers):
-        return ParameterPlace(parameter, FLOAT_STORED, f"no type that is written here has the codes of {scheme.format}")
+        return FLOAT_STORED, f"no type that is written here has the codes of {scheme.format}"
     if scheme.activations == "int8":
-        return ParameterPlace(parameter, FLOAT_STORED, "there is no place for the static grid of its inputs")
-    if (scheme.group_size or 0) % gguf_blocks.BLOCK:
-        return ParameterPlace(parameter, FLOAT_STORED, "32 input channels share a scale")
+        return FLOAT_STORED, "there is no place for the static grid of its inputs"
+    if (scheme.group_size or 0) % BLOCK:
+        return FLOAT_STORED, "32 input channels share a scale"
     if not parameter.half_scales:
-        return ParameterPlace(parameter, FLOAT_STORED, "scales are float16, and some of its scales are not")
-    match scheme.bits, scheme.symmetric:
-        case 4, True:
-            return ParameterPlace(parameter, "Q4_0")
-        case 5, True:
-            return ParameterPlace(parameter, "Q5_0")
-        case 8, True:
-            return ParameterPlace(parameter, "Q8_0")
-        case 4, False:
-            return ParameterPlace(parameter, "Q5_0", "Q4_1 would round its zero points, to float16 offsets")
-        case 5, False:
-            return ParameterPlace(parameter, "Q8_0", "Q5_1 would round its zero points, to float16 offsets")
-        case 6, _:
-            return ParameterPlace(parameter, "Q8_0", "Q6_K would round its scales")
-        case _:
-            return ParameterPlace(parameter, FLOAT_STORED, "no type has zero points of 8 bits")
+        return FLOAT_STORED, "scales are float16, and some of its scales are not"
+    return PLACES.get((scheme.bits, scheme.symmetric), (FLOAT_STORED, f"no type has codes of {scheme.bits} bits"))
 
 
 def _kind(source: ExportSource, place: ParameterPlace) -> str:
@@ -103,23 +111,42 @@ def _kind(source: ExportSource, place: ParameterPlace) -> str:
     return "F32" if len(place.parameter.shape) == 1 else narrowed(source.floats(place.parameter))[0]
 
 
-def _bytes_of(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, ...], int]:
-    """The shape of a tensor's bytes, and how many they are."""
-    columns = shape[-1]
-    width = (
-        columns // gguf_blocks.BLOCK * gguf_blocks.BLOCK_BYTES[kind]
-        if kind in gguf_blocks.BLOCK_BYTES
-        else columns * (4 if kind == "F32" else 2)
-    )
-    found = (*shape[:-1], width)
-    return found, prod(found)
-
-
-def _data(source: ExportSource, place: ParameterPlace, kind: str, order: NDArray[np.intp] | None) -> NDArray[Any]:
-    """The bytes of a tensor, its rows in llama.cpp's order."""
+def _rows(source: ExportSource, place: ParameterPlace, kind: str) -> NDArray[Any]:
+    """What is written of a tensor, row by row."""
     if place.stored != FLOAT_STORED:
-        rows: NDArray[Any] = gguf_blocks.encode(source.codes(place.parameter), kind)
+        return encode(source.codes(place.parameter), kind)
+    weight = source.floats(place.parameter)
+    return weight if kind == "F32" else narrowed(weight)[1]
+
+
+def encode(linear: QuantizedWeight, kind: str) -> NDArray[np.uint8]:
+    """The bytes ``[N, K / 32 * block bytes]`` of a linear ``[N, K]`` in groups of a multiple of 32 with float16 scales.
+
+    >>> from tapeout.quantized import round_to_nearest
+    >>> from tapeout.schemes import Scheme
+    >>> weight = np.arange(-8, 24, dtype=np.float32)[None] / 8
+    >>> encode(round_to_nearest(weight, Scheme(bits=8, symmetric=True)), "Q8_0").shape
+    (1, 34)
+    """
+    rows, columns = linear.codes.shape
+    blocks, repeat = columns // BLOCK, linear.group_size // BLOCK
+    zeros = np.int16(format_of(linear.scheme).midpoint)
+    if linear.zero_points is not None:
+        zeros = np.repeat(linear.zero_points, repeat, axis=1)[:, :, None].astype(np.int16)
+    levels = linear.codes.reshape(rows, blocks, BLOCK).astype(np.int16) - zeros
+    if levels.min() < -LEVELS[kind] or levels.max() >= LEVELS[kind]:
+        raise ValueError(f"levels {levels.min()} to {levels.max()} do not fit {kind}")
+    scales = np.repeat(linear.scales, repeat, axis=1).astype("<f2")[:, :, None].view(np.uint8)
+    if kind == "Q8_0":
+        parts = [scales, levels.astype(np.int8).view(np.uint8)]
     else:
-        weight = source.floats(place.parameter)
-        rows = weight if kind == "F32" else narrowed(weight)[1]
-    return rows if order is None else rows[order]
+        codes = (levels + LEVELS[kind]).astype(np.uint8)
+        fifth_bits = [np.packbits(codes >> 4, axis=2, bitorder="little")] if kind == "Q5_0" else []
+        parts = [scales, *fifth_bits, _halves(codes)]
+    return np.concatenate(parts, axis=2).reshape(rows, -1)
+
+
+def _halves(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The low 4 bits: channel i of a block shares a byte with channel i + 16."""
+    low, high = codes[:, :, :16] & np.uint8(15), codes[:, :, 16:] & np.uint8(15)
+    return low | (high << np.uint8(4))

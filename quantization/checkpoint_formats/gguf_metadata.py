@@ -17,9 +17,6 @@ from numpy.typing import NDArray
 from quantization.checkpoint_formats.source import ExportSource
 from tapeout.errors import ExportError
 
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "BF16": 32}  # llama_ftype in llama.h
-CONTROL, USER_DEFINED, NORMAL, UNUSED = 3, 4, 1, 5  # llama_token_type in llama.h
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -185,19 +182,19 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str | None:
 
 def _add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     """Tokens by id with their kinds, merges, special tokens and the chat template."""
-    from gguf import SpecialVocab
+    from gguf import SpecialVocab, TokenType
 
     tokenizer = _tokenizer(folder)
     tokens = {index: token for token, index in tokenizer["model"]["vocab"].items()}
-    kinds = dict.fromkeys(tokens, NORMAL)
+    kinds = dict.fromkeys(tokens, TokenType.NORMAL)
     for added in tokenizer.get("added_tokens", ()):
         tokens[added["id"]] = added["content"]
-        kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+        kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     ids = range(vocab_size)  # an embedding may have more rows than there are tokens
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pre_tokenizer(tokenizer))
     writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in ids])
-    writer.add_token_types([kinds.get(index, UNUSED) for index in ids])
+    writer.add_token_types([kinds.get(index, TokenType.UNUSED) for index in ids])
     special = SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
     special.add_special_token = {"bos": False} | special.add_special_token
     special.add_to_gguf(writer, quiet=True)

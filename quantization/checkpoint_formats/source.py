@@ -1,10 +1,10 @@
-"""What is exported: the parameters of a QuantizedModel, read one at a time; and where a format puts each."""
+"""What is exported: the parameters of a QuantizedModel, read one at a time; and the files of a checkpoint folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,44 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantization.checkpoint import KV_SCALES, QuantizedModel
+from quantization.checkpoint_formats import FLOAT_STORED, Parameter, ParameterPlace
 from quantization.compressed_tensors import Checkpoint, open_checkpoint
 from tapeout.artifact import RECORD, Artifact
-from tapeout.number_format import FloatArray
+from tapeout.number_format import FloatArray, Tensors
 from tapeout.quantized import QuantizedWeight
-from tapeout.schemes import FLOAT, Scheme
+from tapeout.tensor_writer import ShardWriter
 
-FLOAT_STORED = "float"  # as Place.stored
+SHARD_BYTES = 5_000_000_000
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """``unit``: what a recipe's rules call the linears that are quantized together; empty for other parameters.
-
-    ``half_scales``: every scale is a float16 number.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    scheme: Scheme = FLOAT
-    unit: str = ""
-    embedding: bool = False  # or lm_head
-    half_scales: bool = True
-
-    @property
-    def module(self) -> str:
-        return self.name.removesuffix(".weight")
-
-
-@dataclass(frozen=True)
-class ParameterPlace:
-    """``stored``: how, in the format's own words. ``reason``: why it takes more bits than in the plan; empty: it does
-    not.
-    """
-
-    parameter: Parameter
-    stored: str
-    reason: str = ""
 
 
 class ExportSource:
@@ -77,21 +48,8 @@ class ExportSource:
         )
 
     @property
-    def tied(self) -> bool:
-        return not any(parameter.name == "lm_head.weight" for parameter in self.parameters)
-
-    @property
     def has_kv_scales(self) -> bool:
         return (self.folder / KV_SCALES).is_file()
-
-    def companions(self) -> list[Path]:
-        """Tokenizer, chat template, generation config: what is carried byte for byte."""
-        written = (RECORD, "config.json")
-        return [
-            path
-            for path in sorted(self.folder.iterdir())
-            if path.is_file() and path.name not in written and not path.name.endswith(_WEIGHTS)
-        ]
 
     def codes(self, parameter: Parameter) -> QuantizedWeight:
         linear = self._checkpoint.linear(parameter.name)
@@ -101,6 +59,40 @@ class ExportSource:
     def floats(self, parameter: Parameter) -> FloatArray:
         """In float32, dequantized if it is quantized."""
         return self._checkpoint.weight(parameter.name)
+
+    def in_float(self, places: Sequence[ParameterPlace]) -> list[str]:
+        """The modules of linears, the embedding and lm_head that are not quantized where they are placed."""
+        kept = [place.parameter.module for place in places if place.parameter.unit and place.stored == FLOAT_STORED]
+        tied = not any(parameter.name == "lm_head.weight" for parameter in self.parameters)
+        return [*kept, *(["lm_head"] if tied else [])]
+
+    def write_weights(
+        self,
+        places: Sequence[ParameterPlace],
+        folder: Path,
+        encoded: Callable[[ParameterPlace], Tensors],
+        advance: Callable[[], None],
+    ) -> None:
+        """Safetensors files. ``encoded``: the tensors of a weight that is quantized, by what follows its module."""
+        writer = ShardWriter(folder, shard_bytes=SHARD_BYTES)
+        for place in places:
+            if place.stored == FLOAT_STORED:
+                dtype, array = narrowed(self.floats(place.parameter))
+                writer.add(place.parameter.name, array, dtype)
+            else:
+                for part, array in encoded(place).items():
+                    writer.add(f"{place.parameter.module}.{part}", array)
+            advance()
+        writer.finish()
+
+    def write_config(self, folder: Path, quantization: Mapping[str, Any], **more: str) -> None:
+        """``config.json`` as it was but for how weights are stored; the tokenizer and its companions byte for byte."""
+        config = self.config | {"quantization_config": dict(quantization)} | more
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for path in self.folder.iterdir():
+            weights = path.name.endswith(_WEIGHTS)
+            if path.is_file() and path.name not in (RECORD, "config.json") and not weights:
+                shutil.copyfile(path, folder / path.name)
 
 
 class ExportFormat(Protocol):

@@ -10,10 +10,11 @@ from math import prod
 from pathlib import Path
 
 from quantization.checkpoint import QuantizedModel
+from quantization.checkpoint_formats import FLOAT_STORED, ParameterPlace
 from quantization.checkpoint_formats.autoawq import AutoAWQ
 from quantization.checkpoint_formats.compressed import CompressedTensors
 from quantization.checkpoint_formats.gguf import Gguf
-from quantization.checkpoint_formats.source import FLOAT_STORED, ExportFormat, ExportSource, ParameterPlace
+from quantization.checkpoint_formats.source import ExportFormat, ExportSource
 from tapeout.artifact import load
 from tapeout.durable import replace_folder
 from tapeout.errors import ArtifactError, QuantizationError

@@ -16,7 +16,7 @@ from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.export import find_stop_tokens
 from pipeline.export.gguf import quickly_read
 from pipeline.export.tokenizer import save_tokenizer
-from quantization.autoawq import ORDER
+from quantization.checkpoint_formats.autoawq import ORDER
 from runtime.gateway.text.sampling_defaults import read_defaults
 from tapeout.errors import ArtifactError, ExportError
 from tests import checkpoints
@@ -291,7 +291,8 @@ def test_block_scaled_fp8_with_blocks_that_end_early(tmp_path: Path) -> None:
 
 def test_what_quantize_writes_can_be_read_as_a_checkpoint(tmp_path: Path) -> None:
     """Our own compressed-tensors checkpoints: packed in 4 and 6 bits, static int8, a tied embedding in bytes."""
-    from quantization.compressed_tensors import CheckpointWriter, open_checkpoint, quantization_config
+    from quantization.checkpoint_formats.compressed import quantization_config
+    from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
     from tapeout.quantized import stored_by_rtn
     from tapeout.schemes import Scheme
 

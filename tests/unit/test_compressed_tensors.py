@@ -12,12 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from quantization.compressed_tensors import (
-    CheckpointWriter,
-    module_patterns,
-    open_checkpoint,
-    quantization_config,
-)
+from quantization.checkpoint_formats.compressed import module_patterns, quantization_config
+from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from tapeout.errors import QuantizationError
 from tapeout.quantized import QuantizedWeight, format_of, round_to_nearest
 from tapeout.schemes import STATIC_INT8, Scheme

@@ -97,6 +97,12 @@ def test_a_checkpoint_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
     save_file(tensors | {name: whole[:, 1:].contiguous()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"down_proj\.weight is \[64, 95\]"), LayerStream(tmp_path).loaded(1):
         pass
+    tensors |= {name: whole, "model.layers.2.mlp.down_proj.weight": whole.clone()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"1 tensors beyond LlamaForCausalLM, such as model\.layers\.2\.mlp\.down_proj"
+    ):
+        LayerStream(tmp_path)
 
 
 def test_layers_that_are_called_out_of_order_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tapeout.tensor_writer import ELEMENT_BYTES, INDEX, SINGLE, ShardWriter, write_tensors
+from tapeout.tensor_files import INDEX, SINGLE
+from tapeout.tensor_writer import ELEMENT_BYTES, ShardWriter, write_tensors
 
 ONE_FILE = 1 << 62
 

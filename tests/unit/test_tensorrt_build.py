@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from engines.bundle import EngineBundle
+from engines.bundle import EngineBundle, LoweredGraph
 from engines.load import hardware_target, load
-from engines.lowered_graph import LoweredGraph
 from engines.target import Compilation
 from tapeout import artifact
 from tapeout.artifact import Artifact

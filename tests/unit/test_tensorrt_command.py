@@ -13,11 +13,10 @@ import yaml
 from safetensors.numpy import save_file
 
 import engines.targets
-from engines.bundle import EngineBundle
+from engines.bundle import EngineBundle, LoweredGraph
 from engines.compile import build
 from engines.kernels.cpu import LEVELS
 from engines.load import find_target
-from engines.lowered_graph import LoweredGraph
 from evals.check import Outcome
 from evals.kinds.portable import PortableReport
 from evals.verdict import Verdict

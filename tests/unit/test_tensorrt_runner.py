@@ -15,8 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines.bundle import Profile
-from engines.lowered_graph import LoweredGraph
+from engines.bundle import LoweredGraph, Profile
 from engines.portable import PortableEngine
 from engines.sequences import Sequences
 from engines.targets.tensorrt.engine import TensorRTEngine

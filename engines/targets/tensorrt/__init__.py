@@ -14,8 +14,7 @@ from tapeout.schemes import Scheme
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engines.bundle import EngineBundle
-    from engines.lowered_graph import LoweredGraph
+    from engines.bundle import EngineBundle, LoweredGraph
     from engines.protocol import Engine
     from tapeout.artifact import Artifact
 

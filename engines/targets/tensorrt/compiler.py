@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from engines.bundle import CompiledEngine, EngineBundle, Profile
+from engines.bundle import CompiledEngine, EngineBundle, LoweredGraph, Profile
 from engines.compile import MODEL_FILE, copy_text_files
-from engines.lowered_graph import LoweredGraph
 from engines.passes.tensorrt.fixed_kv_cache import WRITE_POSITIONS
 from engines.target import Compilation, Progress
 from tapeout import artifact
