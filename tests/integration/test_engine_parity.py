@@ -112,7 +112,8 @@ def test_the_engine_computes_what_the_quantized_checkpoint_says(
     loose = compare(probe, QuantizedReference(quantized.folder), documents, head=head)
     assert mean_kl(exact) < 1e-5  # 5e-7 when this was written; the gate's bound is 1e-3
     assert sum(i.agree for i in exact) > 0.995 * sum(i.tokens for i in exact)
-    # 1.9e-3 with 4-bit weights on a Zen 3 without AVX-512, where nobody has looked into why; 1e-3 held on others.
+    # A value between two int8 codes is rounded either way, as sums differ by the last bit: at one position in 500 an
+    # error is above 1e-4 (1.3e-3 at most), and at the others 2e-7. In a short document such a one gave 1.9e-3.
     assert max(i.worst_error for i in exact) < 3e-3
     assert max(i.mean_error for i in exact) < 3e-4  # the gate's bounds
     assert max(i.position_error for i in exact) < 0.05
