@@ -8,7 +8,7 @@ outputs that they need, some at a time: lm_head alone may be 2 GB.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 HALF = (torch.float16, torch.bfloat16)
+SLICED = (nn.Embedding, nn.Linear)
 OUTPUTS_AT_ONCE = 16384  # of a linear, converted to float32 together
 PIECE = 1 << 22  # elements that are looked at in one go
 _CONTEXT = "float32_context"  # of a module, during its call
@@ -28,10 +29,9 @@ def compute_in_float32(model: nn.Module) -> None:
     """Let modules over 16-bit parameters compute in float32."""
 
     def begin(module: nn.Module, _: Any) -> None:
-        parameters = list(module.parameters(recurse=False))
+        parameters = list(_read_by(module))
         if any(parameter.dtype in HALF for parameter in parameters):
-            sliced = isinstance(module, nn.Embedding | nn.Linear)
-            context: AbstractContextManager[Any] = _Sliced() if sliced else widened(parameters)
+            context: AbstractContextManager[Any] = _Sliced() if isinstance(module, SLICED) else widened(parameters)
             context.__enter__()
             module.__dict__[_CONTEXT] = context
 
@@ -40,9 +40,19 @@ def compute_in_float32(model: nn.Module) -> None:
             context.__exit__(None, None, None)
 
     for module in model.modules():
-        if any(parameter.dtype in HALF for parameter in module.parameters(recurse=False)):
+        if any(parameter.dtype in HALF for parameter in _read_by(module)):
             module.register_forward_pre_hook(begin)
             module.register_forward_hook(end, always_call=True)
+
+
+def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """What a call of a module may read: its own, and those of parts whose call it may leave out, as LFM2 its Conv1d."""
+    yield from module.parameters(recurse=False)
+    for part in module.children():
+        if isinstance(part, nn.ModuleList | nn.ModuleDict):
+            yield from _read_by(part)
+        elif not isinstance(part, SLICED) and next(part.children(), None) is None:
+            yield from part.parameters(recurse=False)
 
 
 def widened(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
