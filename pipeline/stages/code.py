@@ -1,7 +1,7 @@
 """The code of every stage as hashes, so that a stage runs again exactly when code it can reach has changed.
 
 A stage reaches what its function in ``wiring.py`` imports, what that imports in turn, and the files of these packages
-that are not Python (C sources, page templates). Imports inside functions count, imports for types only do not.
+that are not Python (C and CUDA sources, page templates). Imports inside functions count, imports for types only do not.
 Comments and docstrings are no part of a hash. The recipe's modules count by what they give a stage: its resolved
 parameters (``environment.py``) and the constants of ``tapeout.recipe``.
 """
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("tapeout", "pipeline", "quantization", "engines", "evals", "runtime")
 WIRING = "pipeline.stages.wiring"
 LOADER = "engines.load"  # imports the recipe's target by its name
-DATA_SUFFIXES = (".c", ".h", ".j2")
+DATA_SUFFIXES = (".c", ".cpp", ".cu", ".cuh", ".h", ".j2")
 # Messages do not change what is computed.
 UNCOUNTED = frozenset({"tapeout.errors", "pipeline.recipe"})
 RECIPE = "tapeout.recipe"  # its assignments count; its classes and functions do not, nor what it imports

@@ -1,0 +1,158 @@
+"""Compiles ``source/``: with NVRTC to machine code of a GPU, and with the CPU's compiler to a library of fibers.
+
+Both compilers are pinned wheels and read nothing of the machine, so the same sources give the same bytes anywhere. No
+GPU, driver or CUDA toolkit is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from engines.kernels.cpu import LEVELS, compiler
+from engines.kernels.cuda import ARCHITECTURES, HOST
+from tapeout.errors import BuildError
+
+SOURCE = Path(__file__).parent / "source"
+NVRTC = "nvidia-cuda-nvrtc"
+LIBRARIES = ("libnvrtc-builtins.so.13.0", "libnvrtc.so.13")  # in this order: the second asks for the first by its name
+# fmad: what is not written as fmaf is rounded twice, in every kernel, so that two kernels may give the same bits.
+CUBIN_FLAGS = ("--std=c++17", "--fmad=false")
+HOST_FLAGS = (
+    *("-x", "c++", "-std=c++17", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # of loops that NVRTC unrolls
+)
+OPTIMIZED = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-s")
+
+
+def cubin(architecture: str, source: Path | None = None) -> Path:
+    """Machine code of all kernels for one of ``ARCHITECTURES``. :class:`BuildError` without NVRTC."""
+    source = source or SOURCE
+    if architecture not in ARCHITECTURES:
+        raise BuildError(f"no architecture {architecture!r}", expected=f"one of {', '.join(ARCHITECTURES)}")
+    try:
+        wheel = metadata.distribution(NVRTC)
+    except metadata.PackageNotFoundError as error:
+        raise BuildError(
+            f"no compiler for GPUs: the package {NVRTC} is not installed",
+            expected="the pinned compiler that CUDA kernels are built with",
+            remedy='pip install ".[cuda]"',
+        ) from error
+    flags = (f"--gpu-architecture={architecture.replace('sm', 'sm_')}", *CUBIN_FLAGS)
+    folder = Path(str(wheel.locate_file("nvidia/cu13/lib")))
+    return _once(
+        _path(source, (NVRTC, wheel.version, *flags), f"cuda-{architecture}.cubin"),
+        lambda path: path.write_bytes(_nvrtc(folder, source, flags)),
+    )
+
+
+def host_library(source: Path | None = None) -> Path:
+    """All kernels as fibers, for processors of this machine's least level. :class:`BuildError` without a compiler."""
+    source = source or SOURCE
+    if importlib.util.find_spec(compiler.COMPILER) is None:
+        raise BuildError(
+            f"no compiler: the package {compiler.COMPILER} is not installed",
+            expected="the pinned compiler that kernels for the CPU are built with",
+            remedy='pip install ".[pipeline]"',
+        )
+    flags = (*HOST_FLAGS, *OPTIMIZED, *host_target_flags())
+    files = [path.name for path in host_sources(source)]
+
+    def write(path: Path) -> None:
+        command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags, "-o", str(path), *files]
+        cache = {"ZIG_GLOBAL_CACHE_DIR": str(compiler.cache() / "compiler")}
+        done = subprocess.run(command, cwd=source, capture_output=True, text=True, env=os.environ | cache)
+        if done.returncode:
+            raise _not_compiled(source, done.stderr, compiler.COMPILER)
+
+    return _once(_path(source, (metadata.version(compiler.COMPILER), *flags), f"cuda-{HOST}.so"), write)
+
+
+def host_sources(source: Path) -> list[Path]:
+    return sorted([*source.glob("*.cu"), *source.glob("*.cpp")])
+
+
+def host_target_flags() -> tuple[str, ...]:
+    """Of the processors that run native kernels: :class:`BuildError` where there are none."""
+    levels = [level for level in LEVELS if level.machine == platform.machine()]
+    if not levels:
+        raise BuildError(
+            f"kernels cannot run as fibers on {platform.machine()}", expected="Linux on x86-64 or 64-bit ARM"
+        )
+    return compiler.target_flags(levels[-1])
+
+
+def _path(source: Path, compiled_by: tuple[str, ...], name: str) -> Path:
+    content = hashlib.sha256(repr(compiled_by).encode())
+    for path in sorted(source.iterdir()):
+        content.update(path.name.encode() + b"\0" + path.read_bytes())
+    return compiler.cache() / f"cuda-{content.hexdigest()[:16]}" / name
+
+
+def _once(path: Path, write: Callable[[Path], object]) -> Path:
+    """``path``, written whole or not at all; other processes may write the same."""
+    try:
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as own:
+                partial = Path(own) / path.name
+                write(partial)
+                partial.replace(path)
+    except OSError as error:
+        raise BuildError(
+            f"kernels cannot be compiled into {path.parent}: {error}",
+            expected="a folder to write to",
+            remedy="fix its permissions, or set TAPEOUT_CACHE to another folder",
+        ) from error
+    return path
+
+
+def _nvrtc(folder: Path, source: Path, flags: tuple[str, ...]) -> bytes:
+    """One program that includes every kernel. Headers are given by content: no path enters the machine code."""
+    _, nvrtc = [ctypes.CDLL(str(folder / name)) for name in LIBRARIES]
+    headers = [path for path in sorted(source.iterdir()) if path.suffix in (".cu", ".cuh", ".h")]
+    text = "".join(f'#include "{path.name}"\n' for path in headers if path.suffix == ".cu")
+    program = ctypes.c_void_p()
+    contents, names = _strings([path.read_text() for path in headers]), _strings([path.name for path in headers])
+    created = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), text.encode(), b"kernels.cu", len(headers), contents, names
+    )
+    if created:
+        raise _not_compiled(source, f"nvrtcCreateProgram returned {created}", NVRTC)
+    try:
+        failed = nvrtc.nvrtcCompileProgram(program, len(flags), _strings(flags))
+        log = _result(nvrtc, "ProgramLog", program).rstrip(b"\0").decode()
+        if failed or log.strip():  # a warning, too
+            raise _not_compiled(source, log, NVRTC)
+        return _result(nvrtc, "CUBIN", program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _strings(texts: list[str] | tuple[str, ...]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+
+
+def _result(nvrtc: ctypes.CDLL, name: str, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    nvrtc[f"nvrtcGet{name}Size"](program, ctypes.byref(size))
+    content = ctypes.create_string_buffer(size.value)
+    nvrtc[f"nvrtcGet{name}"](program, content)
+    return content.raw
+
+
+def _not_compiled(source: Path, why: str, package: str) -> BuildError:
+    return BuildError(
+        f"the kernels in {source} do not compile: {why.strip()[-2000:]}",
+        expected="machine code",
+        remedy=f"reinstall {package} in the version that pyproject.toml names",
+    )

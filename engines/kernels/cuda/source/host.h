@@ -1,0 +1,194 @@
+/* CUDA's names for a host C++ compiler: each thread of a block is a fiber on the calling thread (host.cpp).
+
+   Fibers run until they wait: for all threads of the block, or for all lanes of the warp, of which the last one to come
+   does the work for all. Shared memory is a heap block of exactly the size that was asked for, of NaNs. */
+#ifndef TAPEOUT_HOST_H
+#define TAPEOUT_HOST_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define __device__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __restrict__    __restrict
+
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) {
+  return {x, y};
+}
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  return {x, y, z, w};
+}
+inline float2 make_float2(float x, float y) {
+  return {x, y};
+}
+inline float4 make_float4(float x, float y, float z, float w) {
+  return {x, y, z, w};
+}
+
+struct Index {
+  unsigned x, y, z;
+};
+
+/* Of the fiber that runs. */
+extern thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+
+/* What a lane brings to a meeting of its warp and what it takes from it. */
+struct Lane {
+  uint32_t in[10], out[4];
+};
+typedef void (*Meeting)(Lane*);
+
+Lane* meet(Meeting meeting, const void* in, size_t bytes);
+void* block_memory();
+void __syncthreads();
+
+/* A kernel by its name, for launches. */
+struct Registration {
+  const char* name;
+  void (*run)(const void* parameters);
+  unsigned threads; /* of a block, at most */
+  Registration* next;
+  Registration(const char* name, void (*run)(const void*), unsigned threads);
+};
+#define KERNEL(name, Parameters, threads, blocks)                                       \
+  static void name(const Parameters&);                                                  \
+  static Registration name##_registration(                                              \
+      #name, [](const void* p) { name(*static_cast<const Parameters*>(p)); }, threads); \
+  static void name(const Parameters& p)
+
+template <class Memory>
+Memory& shared_memory() {
+  return *static_cast<Memory*>(block_memory());
+}
+
+inline uint4 load_once(const uint4* from) {
+  return *from;
+}
+inline uint2 load_once(const uint2* from) {
+  return *from;
+}
+inline uint32_t load_once(const uint32_t* from) {
+  return *from;
+}
+
+inline float f16_to_float(uint16_t x) {
+  _Float16 y;
+  memcpy(&y, &x, sizeof y);
+  return (float)y;
+}
+inline uint16_t f16_of(float x) {
+  const _Float16 y = (_Float16)x;
+  uint16_t bits;
+  memcpy(&bits, &y, sizeof bits);
+  return bits;
+}
+inline float bf16_to_float(uint16_t x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float y;
+  memcpy(&y, &bits, sizeof y);
+  return y;
+}
+/* Rounded to nearest, ties to even. */
+inline uint16_t bf16_of(float x) {
+  if (x != x) return 0x7fff;
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return (uint16_t)(((uint64_t)bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline uint32_t f16x2_of(float first, float second) {
+  return f16_of(first) | (uint32_t)f16_of(second) << 16;
+}
+inline uint32_t bf16x2_of(float first, float second) {
+  return bf16_of(first) | (uint32_t)bf16_of(second) << 16;
+}
+inline uint32_t add_f16x2(uint32_t a, uint32_t b) {
+  return f16x2_of(f16_to_float((uint16_t)a) + f16_to_float((uint16_t)b),
+                  f16_to_float((uint16_t)(a >> 16)) + f16_to_float((uint16_t)(b >> 16)));
+}
+/* Products of 16-bit floats are exact in float, and where kernels use these so are the sums. */
+inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return f16x2_of(
+      fmaf(f16_to_float((uint16_t)a), f16_to_float((uint16_t)b), f16_to_float((uint16_t)c)),
+      fmaf(f16_to_float((uint16_t)(a >> 16)), f16_to_float((uint16_t)(b >> 16)), f16_to_float((uint16_t)(c >> 16))));
+}
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return bf16x2_of(
+      fmaf(bf16_to_float((uint16_t)a), bf16_to_float((uint16_t)b), bf16_to_float((uint16_t)c)),
+      fmaf(bf16_to_float((uint16_t)(a >> 16)), bf16_to_float((uint16_t)(b >> 16)), bf16_to_float((uint16_t)(c >> 16))));
+}
+inline float __uint_as_float(uint32_t bits) {
+  float y;
+  memcpy(&y, &bits, sizeof y);
+  return y;
+}
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline int __float2int_rn(float x) {
+  return x != x ? 0 : x >= 2147483648.0f ? INT32_MAX : x <= -2147483648.0f ? INT32_MIN : (int)rintf(x);
+}
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = a | (uint64_t)b << 32;
+  uint32_t y = 0;
+  for (int i = 0; i < 4; i++) y |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return y;
+}
+
+void meet_mma_f16(Lane* lanes);
+void meet_mma_bf16(Lane* lanes);
+inline void mma(Meeting meeting, float4& c, const uint4& a, const uint2& b) {
+  const uint32_t in[10] = {a.x,
+                           a.y,
+                           a.z,
+                           a.w,
+                           b.x,
+                           b.y,
+                           __float_as_uint(c.x),
+                           __float_as_uint(c.y),
+                           __float_as_uint(c.z),
+                           __float_as_uint(c.w)};
+  memcpy(&c, meet(meeting, in, sizeof in)->out, sizeof c);
+}
+inline void mma_f16(float4& c, const uint4& a, const uint2& b) {
+  mma(meet_mma_f16, c, a, b);
+}
+inline void mma_bf16(float4& c, const uint4& a, const uint2& b) {
+  mma(meet_mma_bf16, c, a, b);
+}
+
+void meet_shuffle(Lane* lanes);
+void meet_nothing(Lane* lanes);
+/* All lanes of a warp take part, as everywhere in these kernels. */
+inline uint32_t shuffle_bits(uint32_t x, int from) {
+  const uint32_t in[2] = {x, (uint32_t)from & 31};
+  return meet(meet_shuffle, in, sizeof in)->out[0];
+}
+inline uint32_t __shfl_sync(uint32_t, uint32_t x, int from) {
+  return shuffle_bits(x, from);
+}
+inline int __shfl_xor_sync(uint32_t, int x, int mask) {
+  return (int)shuffle_bits((uint32_t)x, (int)threadIdx.x ^ mask);
+}
+inline float __shfl_xor_sync(uint32_t, float x, int mask) {
+  return __uint_as_float(shuffle_bits(__float_as_uint(x), (int)threadIdx.x ^ mask));
+}
+inline void __syncwarp() {
+  meet(meet_nothing, nullptr, 0);
+}
+
+#endif

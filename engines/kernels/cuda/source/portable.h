@@ -1,0 +1,124 @@
+/* What kernels are written in: CUDA's own names under NVRTC, and fibers under a host C++ compiler (host.h).
+
+   The few instructions that CUDA C++ has no name for without its headers have a function here, once for each of the two:
+   so a build needs NVRTC and nothing else. Arithmetic is as written: products are contracted only by fmaf. */
+#ifndef TAPEOUT_PORTABLE_H
+#define TAPEOUT_PORTABLE_H
+
+#ifdef __CUDACC_RTC__
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+
+/* A kernel takes one struct, which lies in constant memory, and at least `blocks` of its blocks fit a multiprocessor. */
+#define KERNEL(name, Parameters, threads, blocks) \
+  extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Parameters p)
+
+/* Shared memory of a block, as its launch asks for it. */
+template <class Memory>
+__device__ __forceinline__ Memory& shared_memory() {
+  extern __shared__ uint4 shared_bytes[];
+  return *reinterpret_cast<Memory*>(shared_bytes);
+}
+
+/* 16, 8 or 4 bytes that are read once: they do not displace what blocks share in the first-level cache. */
+__device__ __forceinline__ uint4 load_once(const uint4* from) {
+  uint4 x;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+      : "l"(from));
+  return x;
+}
+__device__ __forceinline__ uint2 load_once(const uint2* from) {
+  uint2 x;
+  asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+  return x;
+}
+__device__ __forceinline__ uint32_t load_once(const uint32_t* from) {
+  uint32_t x;
+  asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+
+/* A pair of 16-bit floats is 32 bits, the first in the low half. */
+__device__ __forceinline__ float f16_to_float(uint16_t x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+__device__ __forceinline__ uint32_t f16x2_of(float first, float second) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
+  return y;
+}
+__device__ __forceinline__ uint32_t bf16x2_of(float first, float second) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
+  return y;
+}
+__device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
+/* c += a · b on tensor cores: a [16, 16], b [16, 8], c [16, 8] of a warp, laid out as PTX says (mma.m16n8k16). */
+__device__ __forceinline__ void mma_f16(float4& c, const uint4& a, const uint2& b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+}
+__device__ __forceinline__ void mma_bf16(float4& c, const uint4& a, const uint2& b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+}
+#else
+#include "host.h"
+#endif
+
+enum { WARP = 32 };
+constexpr uint32_t ALL_LANES = 0xffffffff;
+
+__device__ __forceinline__ int smaller(int a, int b) {
+  return a < b ? a : b;
+}
+__device__ __forceinline__ int parts_of(int count, int size) {
+  return (count + size - 1) / size;
+}
+__device__ __forceinline__ uint4 zeros() {
+  return make_uint4(0, 0, 0, 0);
+}
+
+/* The two types of activations. `mma` takes operands of this type. */
+struct F16 {
+  static __device__ __forceinline__ uint32_t pair(float first, float second) { return f16x2_of(first, second); }
+  static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_f16(c, a, b); }
+};
+struct BF16 {
+  static __device__ __forceinline__ uint32_t pair(float first, float second) { return bf16x2_of(first, second); }
+  static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_bf16(c, a, b); }
+};
+
+/* The sum, or the largest, over the lanes of a warp, in one order: all lanes have the same bits. */
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int distance = WARP / 2; distance; distance /= 2) x += __shfl_xor_sync(ALL_LANES, x, distance);
+  return x;
+}
+
+#endif

@@ -1,0 +1,136 @@
+"""Kernels for GPUs run as fibers on the CPU: memory, launches, and references in numpy.
+
+Every tensor is a heap block of its own, of exactly its size, so that AddressSanitizer sees what goes beyond. Outputs
+and scratch start as NaNs.
+
+M  tokens     N  output channels     K  input channels
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.kernels.cuda import compiler
+from engines.kernels.cuda.packing import by_row_pair, packed
+from tapeout.quantized import QuantizedWeight
+
+Array = NDArray[Any]
+TYPES = ("F16", "BF16")
+ORDERS = (0, 1, 7)  # of fibers: first thread first, last first, shuffled
+ALIGNMENT = 16  # of a GPU's allocations it is 256
+P, I32, F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+
+
+class Weight(ctypes.Structure):
+    _fields_ = (("codes", P), ("scales", P), ("zero_points", P), ("N", I32), ("K", I32), ("bits", I32),
+                ("group_shift", I32), ("half_scales", I32))  # fmt: skip
+
+
+class BlockLinear(ctypes.Structure):
+    _fields_ = (("weight", Weight), ("x", P), ("bias", P), ("y", P), ("M", I32))
+
+
+class Launch(ctypes.Structure):
+    _fields_ = (("kernel", ctypes.c_char * 56), ("parameters", P), ("grid", ctypes.c_uint32 * 3),
+                ("threads", ctypes.c_uint32), ("shared_bytes", ctypes.c_uint32))  # fmt: skip
+
+
+class Device:
+    """Memory of kernels, and a library of them. ``order``: of fibers."""
+
+    def __init__(self, library: Path, order: int = 0) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.tapeout_cuda_launch.restype = ctypes.c_char_p
+        self._memory = ctypes.CDLL(None)
+        self._memory.posix_memalign.argtypes = [P, ctypes.c_size_t, ctypes.c_size_t]
+        self._memory.free.argtypes = [P]
+        self._held: list[int] = []
+        self.order = order
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """NaNs, or the bytes that are NaNs in floats."""
+        size = max(int(np.prod(shape)) * np.dtype(dtype).itemsize, 1)
+        address = P()
+        assert self._memory.posix_memalign(ctypes.byref(address), ALIGNMENT, size) == 0 and address.value
+        self._held.append(address.value)
+        ctypes.memset(address, 0xFF, size)
+        return np.frombuffer((ctypes.c_char * size).from_address(address.value), dtype).reshape(shape)
+
+    def put(self, values: Array) -> Array:
+        held = self.empty(values.shape, values.dtype)
+        held[...] = values
+        return held
+
+    def launch(self, name: str, parameters: ctypes.Structure, *arguments: Any) -> list[str]:
+        """The kernels that an operator launched, in order."""
+        launches = (Launch * 4)()
+        count = getattr(self._library, f"tapeout_cuda_{name}")(ctypes.byref(parameters), *arguments, launches)
+        for one in launches[:count]:
+            error = self._library.tapeout_cuda_launch(ctypes.byref(one), self.order)
+            if error:
+                raise RuntimeError(f"{one.kernel.decode()}: {error.decode()}")
+        return [one.kernel.decode() for one in launches[:count]]
+
+    def free(self) -> None:
+        """Arrays of this device may not be used any more."""
+        for address in self._held:
+            self._memory.free(address)
+        self._held.clear()
+
+
+@cache
+def host() -> Path:
+    return compiler.host_library()
+
+
+def at(array: Array | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def bfloat16(x: Array) -> NDArray[np.uint16]:
+    """Bits of the nearest, ties to even; none is a NaN."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def rounded(x: Array, kind: str) -> tuple[Array, NDArray[np.float64]]:
+    """Activations as kernels read them, and what these bits mean."""
+    if kind == "F16":
+        half = x.astype(np.float16)
+        return half, half.astype(np.float64)
+    bits = bfloat16(x)
+    return bits, read(bits, kind).astype(np.float64)
+
+
+def read(bits: Array, kind: str) -> NDArray[np.float32]:
+    """What 16-bit floats mean."""
+    if kind == "F16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def weight(device: Device, linear: QuantizedWeight, bits: int | None = None, *, half: bool = True) -> Weight:
+    """A weight in memory of kernels. ``bits``: in which codes are stored."""
+    outputs, columns = linear.codes.shape
+    bits = bits or linear.scheme.bits
+    assert bits
+    scales = by_row_pair(linear.scales.astype(np.float16 if half else np.float32))
+    zero_points = None if linear.zero_points is None else device.put(by_row_pair(linear.zero_points))
+    codes = device.put(packed(linear.codes, bits))
+    shift = linear.group_size.bit_length() - 1
+    return Weight(at(codes), at(device.put(scales)), at(zero_points), outputs, columns, bits, shift, half)
+
+
+def block_linear(device: Device, w: Weight, kind: str, x: Array, bias: Array | None = None) -> NDArray[np.float32]:
+    """``x`` [M, K] in 16 bits; [M, N]."""
+    y = device.empty((len(x), w.N), np.float32)
+    bias = None if bias is None else device.put(bias)
+    parameters = BlockLinear(w, at(device.put(x)), at(bias), at(y), len(x))
+    device.launch("block_linear", parameters, TYPES.index(kind))
+    return y.copy()

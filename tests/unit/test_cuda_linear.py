@@ -1,0 +1,127 @@
+"""The linear for GPUs, its source run as fibers: its reference, its limits, and that tokens share nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from engines.kernels.cuda.packing import by_row_pair, packed
+from tapeout.schemes import Scheme
+from tests.cuda import ORDERS, TYPES, Array, Device, block_linear, host, rounded, weight
+from tests.native import ROUNDING, random_linear
+
+BITS = (4, 5, 6, 8)
+SPAN, WARPS = 32, 8  # channels that are summed before they are scaled; parts of K
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    made = Device(host())
+    yield made
+    made.free()
+
+
+def activations(count: int, columns: int, seed: int = 1) -> Array:
+    """Of very different sizes from token to token."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((count, columns)) * 10.0 ** rng.integers(-2, 3, (count, 1))).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("bits", "block", "outputs", "columns", "half"),
+    [
+        (4, 64, 37, 192, True),
+        (4, 32, 16, 96, False),  # half a chunk at the end
+        (5, 64, 48, 192, False),
+        (5, 32, 1, 32, True),
+        (6, 128, 64, 640, True),  # more chunks than warps
+        (6, 32, 32, 96, True),
+        (8, 32, 37, 160, True),
+        (8, 256, 16, 1280, False),
+    ],
+)
+def test_a_linear_equals_its_reference(
+    device: Device, kind: str, symmetric: bool, bits: int, block: int, outputs: int, columns: int, half: bool
+) -> None:
+    scheme = Scheme(bits=bits, group_size=block, symmetric=symmetric)
+    linear = random_linear(outputs, columns, scheme, half=half)
+    held = weight(device, linear, half=half)
+    bias = np.random.default_rng(2).standard_normal(outputs).astype(np.float32)
+    matrix = linear.dequantize().astype(np.float64)
+    for count, added in ((1, None), (9, bias), (21, None), (33, bias)):
+        x, exact = rounded(activations(count, columns), kind)
+        y = block_linear(device, held, kind, x, added)
+        offset = 0 if added is None else added.astype(np.float64)
+        sizes = np.abs(exact) @ np.abs(matrix).T + np.abs(offset)
+        over = np.abs(y - (exact @ matrix.T + offset)) - sizes * ROUNDING * (SPAN + columns / SPAN + WARPS)
+        assert (over <= 0).all(), f"{over.max():.1e} beyond what rounding explains"
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_code_less_every_zero_point_is_exact(device: Device, kind: str, bits: int) -> None:
+    """Each output picks one weight by an activation of one."""
+    codes = np.arange(1 << bits)
+    outputs = max(len(codes), 16)
+    linear = random_linear(outputs, 64, Scheme(bits=bits, group_size=32))
+    assert linear.zero_points is not None
+    linear.codes[:] = np.resize(codes, outputs)[:, None]
+    linear.scales[:] = 1
+    for zero_point in {0, 1, len(codes) // 2, len(codes) - 1}:
+        linear.zero_points[:] = zero_point
+        held = weight(device, linear)
+        x, _ = rounded(np.eye(64, dtype=np.float32)[[0, 9, 37, 62]], kind)
+        y = block_linear(device, held, kind, x)
+        assert np.array_equal(y, np.broadcast_to(np.resize(codes, outputs) - zero_point, y.shape))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(device: Device, kind: str, bits: int) -> None:
+    held = weight(device, random_linear(48, 704, Scheme(bits=bits, group_size=64)))
+    x, _ = rounded(activations(70, 704), kind)
+    together = block_linear(device, held, kind, x)
+    for tokens in (slice(0, 1), slice(6, 7), slice(60, 70), slice(3, 30), slice(2, 40)):
+        assert np.array_equal(block_linear(device, held, kind, x[tokens]), together[tokens])
+
+
+def test_results_do_not_depend_on_the_order_of_threads() -> None:
+    results: list[Array] = []
+    for order in ORDERS:
+        device = Device(host(), order)
+        held = weight(device, random_linear(37, 192, Scheme(bits=4, group_size=32)))
+        results.append(block_linear(device, held, "F16", rounded(activations(40, 192), "F16")[0]))
+        device.free()
+    assert np.isfinite(results[0]).all()
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+
+
+def test_nan_and_infinity_reach_all_outputs_of_their_token(device: Device) -> None:
+    held = weight(device, random_linear(32, 128, Scheme(bits=4, group_size=64)))
+    x, _ = rounded(activations(3, 128), "F16")
+    clean = block_linear(device, held, "F16", x)
+    x[1, 70] = np.nan
+    x[2, 3] = np.inf
+    y = block_linear(device, held, "F16", x)
+    assert np.array_equal(y[0], clean[0]) and np.isnan(y[1]).all() and not np.isfinite(y[2]).any()
+
+
+def test_packed_codes_are_a_permutation() -> None:
+    """Of their bits: nothing is lost, and what is not there has the code of zero."""
+    rng = np.random.default_rng(0)
+    for bits in BITS:
+        codes = rng.integers(0, 1 << bits, (40, 96)).astype(np.uint8)
+        found = packed(codes, bits)
+        assert found.shape == (4, 2 * 128 * bits)
+        padding = 4 * 16 * 128 - codes.size  # each has its highest bit alone
+        assert np.unpackbits(found).sum() == np.unpackbits(codes).sum() + padding
+        parts = [packed(codes[:32], bits), packed(codes[32:], bits)]
+        assert np.array_equal(np.concatenate(parts), found)
+    scales = rng.standard_normal((40, 3))
+    pairs = by_row_pair(scales)
+    assert pairs.shape == (4, 3, 16)
+    assert (pairs[1, 2, 4], pairs[1, 2, 5], pairs[2, 0, 15]) == (scales[18, 2], scales[26, 2], 1)
