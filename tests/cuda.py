@@ -36,6 +36,33 @@ class BlockLinear(ctypes.Structure):
     _fields_ = (("weight", Weight), ("x", P), ("bias", P), ("y", P), ("M", I32))
 
 
+class Norm(ctypes.Structure):
+    _fields_ = (("a", P), ("b", P), ("weight", P), ("rows", P), ("sum", P), ("y", P), ("count", I32), ("M", I32),
+                ("K", I32), ("bfloat16", I32), ("epsilon", F32))  # fmt: skip
+
+
+class Gated(ctypes.Structure):
+    _fields_ = (("x", P), ("y", P), ("M", I32), ("K", I32), ("bfloat16", I32))
+
+
+class BlockGather(ctypes.Structure):
+    _fields_ = (("weight", Weight), ("ids", P), ("y", P), ("M", I32))
+
+
+class Argmax(ctypes.Structure):
+    _fields_ = (("logits", P), ("part_max", P), ("part_index", P), ("y", P), ("M", I32), ("N", I32))
+
+
+class Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, P) for name in ("qkv", "cosines", "sines", "key_cache", "value_cache", "key_scales", "value_scales")),
+        *((name, P) for name in ("offsets", "starts", "table", "query", "part_sums", "part_rows", "y")),
+        *((name, I32) for name in ("M", "B", "columns", "H", "KV", "D", "bfloat16", "interleaved", "window", "parts")),
+        *((name, I32) for name in ("few_tokens", "most_tokens")),
+        *((name, F32) for name in ("scale", "softcap")),
+    )
+
+
 class Launch(ctypes.Structure):
     _fields_ = (("kernel", ctypes.c_char * 56), ("parameters", P), ("grid", ctypes.c_uint32 * 3),
                 ("threads", ctypes.c_uint32), ("shared_bytes", ctypes.c_uint32))  # fmt: skip

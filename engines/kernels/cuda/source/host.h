@@ -84,6 +84,9 @@ inline uint32_t load_once(const uint32_t* from) {
   return *from;
 }
 
+inline float exp2_approx(float x) {
+  return exp2f(x);
+}
 inline float f16_to_float(uint16_t x) {
   _Float16 y;
   memcpy(&y, &x, sizeof y);

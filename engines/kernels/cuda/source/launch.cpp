@@ -1,22 +1,82 @@
-/* How operators are launched: which kernel, how many blocks, how much shared memory. */
+/* How operators are launched: which kernels, how many blocks, how much shared memory. Each function fills as many launches
+   as it returns; all of them have the parameters that it is given. */
 #include "launch.h"
 
 #include <stdio.h>
+
+enum { WARP_BYTES = 32 * 16 }; /* a float4 for each lane */
 
 static uint32_t parts(int64_t count, int64_t size) {
   return (uint32_t)((count + size - 1) / size);
 }
 
-/* type: 0 half, 1 bfloat16. */
-static const char* const types[] = {"F16", "BF16"};
+static uint32_t least(uint32_t a, uint32_t b) {
+  return a < b ? a : b;
+}
 
-/* Each returns the number of launches. */
-extern "C" EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, int type, Launch* launch) {
-  const int groups = p->M <= 8 ? 1 : p->M <= 16 ? 2 : p->M <= 32 ? 4 : 8, tiles = groups < 4 ? 1 : 2;
-  snprintf(launch->kernel, sizeof launch->kernel, "block_linear_%s_%d_%d", types[type], p->weight.bits, groups);
-  launch->parameters = p;
-  launch->grid[0] = parts(p->weight.N, 16 * tiles), launch->grid[1] = parts(p->M, 8 * groups), launch->grid[2] = 1;
-  launch->threads = 256;
-  launch->shared_bytes = 4096 * (uint32_t)(tiles * groups < 8 ? tiles * groups : 8);
+static void set(Launch* launch, const void* parameters, uint32_t x, uint32_t y, uint32_t z, uint32_t threads,
+                uint32_t shared_bytes) {
+  launch->parameters = parameters;
+  launch->grid[0] = x, launch->grid[1] = y, launch->grid[2] = z;
+  launch->threads = threads, launch->shared_bytes = shared_bytes;
+}
+
+/* Groups of eight tokens that a block has at once: more use each weight more often, and more registers. */
+extern "C" EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, Launch* launch) {
+  const uint32_t groups = p->M <= 8 ? 1 : p->M <= 16 ? 2 : p->M <= 32 ? 4 : 8, tiles = groups < 4 ? 1 : 2;
+  snprintf(launch->kernel, sizeof launch->kernel, "block_linear_%s_%d_%u", bfloat16 ? "BF16" : "F16", p->weight.bits,
+           groups);
+  set(launch, p, parts(p->weight.N, 16 * tiles), parts(p->M, 8 * groups), 1, 256,
+      8 * WARP_BYTES * least(tiles * groups, 8));
   return 1;
+}
+
+extern "C" EXPORTED int tapeout_cuda_norm(const Norm* p, Launch* launch) {
+  snprintf(launch->kernel, sizeof launch->kernel, "norm_rows");
+  set(launch, p, (uint32_t)p->count, 1, 1, 256, 8 * sizeof(float));
+  return 1;
+}
+
+extern "C" EXPORTED int tapeout_cuda_gated(const Gated* p, Launch* launch) {
+  snprintf(launch->kernel, sizeof launch->kernel, "gated_rows");
+  set(launch, p, parts(p->K, 4 * 256), (uint32_t)p->M, 1, 256, 0);
+  return 1;
+}
+
+extern "C" EXPORTED int tapeout_cuda_block_gather(const BlockGather* p, Launch* launch) {
+  snprintf(launch->kernel, sizeof launch->kernel, "block_gather_%d", p->weight.bits);
+  set(launch, p, parts(parts(p->weight.K, 64) * 4, 128), (uint32_t)p->M, 1, 128, 0);
+  return 1;
+}
+
+extern "C" EXPORTED int tapeout_cuda_argmax(const Argmax* p, Launch* launches) {
+  snprintf(launches[0].kernel, sizeof launches[0].kernel, "argmax_parts");
+  set(&launches[0], p, ARGMAX_PARTS, (uint32_t)p->M, 1, 256, 8 * (sizeof(float) + sizeof(int)));
+  snprintf(launches[1].kernel, sizeof launches[1].kernel, "argmax_rows");
+  set(&launches[1], p, (uint32_t)p->M, 1, 1, 32, 0);
+  return 2;
+}
+
+/* Sequences of few new tokens are cut into parts, which are then combined; others are prompts. */
+extern "C" EXPORTED int tapeout_cuda_attention(const Attention* p, Launch* launches) {
+  const char* cache = p->key_scales ? "Int8" : "Half";
+  const uint32_t group = (uint32_t)(p->H / p->KV), D = (uint32_t)p->D, KV = (uint32_t)p->KV, B = (uint32_t)p->B;
+  Launch* launch = launches;
+  snprintf(launch->kernel, sizeof launch->kernel, "rotary_cache_%s", cache);
+  set(launch++, p, (uint32_t)p->M, parts(p->H + 2 * p->KV, 8), 1, 256, 0);
+  if (p->few_tokens > 0) {
+    const uint32_t rows = least((uint32_t)p->few_tokens, (uint32_t)p->most_tokens) * group;
+    snprintf(launch->kernel, sizeof launch->kernel, "attention_parts_%s_%u", cache, D);
+    set(launch++, p, (uint32_t)p->parts * parts(rows, 16), KV, B, 256,
+        4 * 8 * WARP_BYTES + 2 * 8 * 16 * 4 + 16 * D * 4);
+    snprintf(launch->kernel, sizeof launch->kernel, "attention_combine");
+    set(launch++, p, parts((int64_t)p->M * p->H, 4), 1, 1, 128, 0);
+  }
+  if (p->most_tokens > p->few_tokens) {
+    const uint32_t split = D > 128 ? 2 : 1;
+    snprintf(launch->kernel, sizeof launch->kernel, "attention_prompt_%s_%u", cache, D);
+    set(launch++, p, parts((int64_t)p->most_tokens * group, 64 / split), KV, B, 128,
+        64 * (2 * D + 16) + 32 * 4 * (D + 8) + 4 * (D / 8 / split) * WARP_BYTES);
+  }
+  return (int)(launch - launches);
 }

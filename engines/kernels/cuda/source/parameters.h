@@ -27,4 +27,62 @@ typedef struct {
   int32_t M;
 } BlockLinear;
 
+/* y = RMSNorm(a + b) * weight, of all tokens or of some */
+typedef struct {
+  const float *a, *b;            /* [M, K]; b NULL: of a alone */
+  const float* weight;           /* [K] */
+  const int64_t* rows;           /* [count] tokens; NULL: all */
+  float* sum;                    /* [count, K] a + b; or NULL */
+  void* y;                       /* [count, K] 16-bit floats */
+  int32_t count, M, K, bfloat16; /* bfloat16: the type of y; else half */
+  float epsilon;
+} Norm;
+
+/* y = silu(first half) * second half */
+typedef struct {
+  const float* x; /* [M, 2 K] */
+  void* y;        /* [M, K] 16-bit floats */
+  int32_t M, K, bfloat16;
+} Gated;
+
+/* y = rows of a weight */
+typedef struct {
+  Weight weight;
+  const int64_t* ids; /* [M]; one that is no row gives NaNs */
+  float* y;           /* [M, K] */
+  int32_t M;
+} BlockGather;
+
+/* The column of each row's largest logit, the first of equals; -1 where one is no number */
+typedef struct {
+  const float* logits; /* [M, N] */
+  float* part_max;     /* [M, ARGMAX_PARTS] scratch */
+  int32_t* part_index; /* the same */
+  int64_t* y;          /* [M] */
+  int32_t M, N;
+} Argmax;
+enum { ARGMAX_PARTS = 32 };
+
+/* RoPE, the new entries of a KV cache, and attention over it, for packed tokens of B sequences: those of sequence b are
+   offsets[b] to offsets[b + 1] - 1, at positions from starts[b]. Position p of it is token p % 64 of block
+   table[b, p / 64]. Tokens from offsets[B] on are padding. */
+typedef struct {
+  const float* qkv;                        /* [M, (H + 2 KV) D] */
+  const float *cosines, *sines;            /* [positions, D / 2]; NULL: no RoPE */
+  void *key_cache, *value_cache;           /* [blocks, KV, 64, D] int8 or half */
+  const float *key_scales, *value_scales;  /* [KV, D] of int8; NULL for half */
+  const int32_t *offsets, *starts, *table; /* [B + 1], [B], [B, columns] */
+  void* query;                             /* [M, H, D] half: rotated, times the scales of scores and of keys */
+  float* part_sums;                        /* [M, H, parts, D] scratch of sequences that are cut into parts */
+  float* part_rows; /* [M, H, parts, 2]: the largest score in powers of two, and the sum of weights */
+  void* y;          /* [M, H D] 16-bit floats */
+  int32_t M, B, columns, H, KV, D, bfloat16;
+  int32_t interleaved, window; /* window: last keys that a token sees; 0: all */
+  int32_t parts;               /* of ATTENTION_PART keys, of the longest sequence */
+  int32_t few_tokens;          /* sequences of up to so many new tokens are cut into parts */
+  int32_t most_tokens;         /* new ones of a sequence */
+  float scale, softcap;        /* softcap: 0: none */
+} Attention;
+enum { ATTENTION_BLOCK = 64, ATTENTION_PART = 512 };
+
 #endif

@@ -43,6 +43,13 @@ __device__ __forceinline__ uint32_t load_once(const uint32_t* from) {
   return x;
 }
 
+/* 2^x, to about two units in the last place. */
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /* A pair of 16-bit floats is 32 bits, the first in the low half. */
 __device__ __forceinline__ float f16_to_float(uint16_t x) {
   float y;
@@ -105,6 +112,16 @@ __device__ __forceinline__ uint4 zeros() {
   return make_uint4(0, 0, 0, 0);
 }
 
+__device__ __forceinline__ float infinity() {
+  return __uint_as_float(0x7f800000);
+}
+__device__ __forceinline__ float no_number() {
+  return __uint_as_float(0x7fc00000);
+}
+__device__ __forceinline__ uint32_t pair_of(float first, float second, int bfloat16) {
+  return bfloat16 ? bf16x2_of(first, second) : f16x2_of(first, second);
+}
+
 /* The two types of activations. `mma` takes operands of this type. */
 struct F16 {
   static __device__ __forceinline__ uint32_t pair(float first, float second) { return f16x2_of(first, second); }
@@ -115,7 +132,7 @@ struct BF16 {
   static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_bf16(c, a, b); }
 };
 
-/* The sum, or the largest, over the lanes of a warp, in one order: all lanes have the same bits. */
+/* The sum over the lanes of a warp, in one order: all lanes have the same bits. */
 __device__ __forceinline__ float warp_sum(float x) {
   for (int distance = WARP / 2; distance; distance /= 2) x += __shfl_xor_sync(ALL_LANES, x, distance);
   return x;

@@ -1,0 +1,156 @@
+/* What is done row by row: norms with the residual sum, silu(gate) * up, embeddings, the argmax of logits. */
+#include "weights.cuh"
+
+enum { ROW_THREADS = 256, ROW_WARPS = ROW_THREADS / WARP, GATHER_THREADS = 128 };
+
+struct NormMemory {
+  float squares[ROW_WARPS];
+};
+
+struct ArgmaxMemory {
+  float max[ROW_WARPS];
+  int index[ROW_WARPS];
+};
+
+__device__ __forceinline__ void store_four(void* to, int64_t fourth, const float4& x, int bfloat16) {
+  static_cast<uint2*>(to)[fourth] = make_uint2(pair_of(x.x, x.y, bfloat16), pair_of(x.z, x.w, bfloat16));
+}
+
+/* A block for each row. The sum is made again in the second pass, from the first-level cache. */
+KERNEL(norm_rows, Norm, ROW_THREADS, 4) {
+  NormMemory& memory = shared_memory<NormMemory>();
+  const int fourths = p.K / 4, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int64_t row = blockIdx.x, token = p.rows ? p.rows[row] : row;
+  if (token < 0 || token >= p.M) return; /* of the whole block */
+  const float4* a = reinterpret_cast<const float4*>(p.a) + token * fourths;
+  const float4* b = p.b ? reinterpret_cast<const float4*>(p.b) + token * fourths : nullptr;
+  auto sum_at = [&](int i) {
+    float4 x = a[i];
+    if (b) {
+      const float4 y = b[i];
+      x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
+    }
+    return x;
+  };
+  float squares = 0;
+  for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) {
+    const float4 x = sum_at(i);
+    if (p.sum) reinterpret_cast<float4*>(p.sum)[row * fourths + i] = x;
+    squares = fmaf(x.x, x.x, squares), squares = fmaf(x.y, x.y, squares);
+    squares = fmaf(x.z, x.z, squares), squares = fmaf(x.w, x.w, squares);
+  }
+  squares = warp_sum(squares);
+  if (lane == 0) memory.squares[warp] = squares;
+  __syncthreads();
+  float all = 0;
+  for (int i = 0; i < ROW_WARPS; i++) all += memory.squares[i];
+  const float inverse = 1.0f / sqrtf(all / (float)p.K + p.epsilon);
+  for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) {
+    const float4 x = sum_at(i), w = reinterpret_cast<const float4*>(p.weight)[i];
+    const float4 y = make_float4(x.x * inverse * w.x, x.y * inverse * w.y, x.z * inverse * w.z, x.w * inverse * w.w);
+    store_four(p.y, row * fourths + i, y, p.bfloat16);
+  }
+}
+
+__device__ __forceinline__ float gated(float gate, float up) {
+  return gate / (1.0f + expf(-gate)) * up;
+}
+
+KERNEL(gated_rows, Gated, ROW_THREADS, 4) {
+  const int i = (int)blockIdx.x * ROW_THREADS + (int)threadIdx.x, fourths = p.K / 4;
+  const int64_t row = blockIdx.y;
+  if (i >= fourths) return;
+  const float4* x = reinterpret_cast<const float4*>(p.x) + row * 2 * fourths;
+  const float4 gate = x[i], up = x[fourths + i];
+  const float4 y = make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w));
+  store_four(p.y, row * fourths + i, y, p.bfloat16);
+}
+
+/* Four values of a row: half `second` of a tile, step and pair of codes. */
+template <int BITS, int step>
+__device__ __forceinline__ float4 decoded(const Codes<BITS>& codes, bool second, float scale, float zero_point) {
+  const uint32_t first = second ? codes.template at<step, 1, 0>() : codes.template at<step, 0, 0>();
+  const uint32_t last = second ? codes.template at<step, 3, 0>() : codes.template at<step, 2, 0>();
+  return make_float4(((float)(first & 0xffff) - zero_point) * scale, ((float)(first >> 16) - zero_point) * scale,
+                     ((float)(last & 0xffff) - zero_point) * scale, ((float)(last >> 16) - zero_point) * scale);
+}
+
+/* A thread decodes what one lane of a linear has of the row: 16 channels of a chunk. */
+template <int BITS>
+__device__ __forceinline__ void block_gather(const BlockGather& p) {
+  const Weight& w = p.weight;
+  const int at = (int)blockIdx.x * GATHER_THREADS + (int)threadIdx.x, chunk = at / 4, t = at % 4;
+  const int chunks = parts_of(w.K, CHUNK);
+  if (chunk >= chunks) return;
+  const int64_t id = p.ids[blockIdx.y];
+  const bool known = id >= 0 && id < w.N;
+  const int row = known ? (int)id : 0, tile = row / TILE, g = row % 8, second = row / 8 % 2;
+  Codes<BITS> codes;
+  codes.load(w.codes + ((int64_t)tile * chunks + chunk) * (TILE * CHUNK / 8 * BITS), 4 * g + t);
+  float* y = p.y + (int64_t)blockIdx.y * w.K + chunk * CHUNK + 8 * t;
+#pragma unroll
+  for (int span = 0; span < 2; span++) {
+    if (chunk * CHUNK + span * SPAN >= w.K) break;
+    const RowPair rows = load_rows<BITS>(w, tile, chunk * CHUNK + span * SPAN, g);
+    const float scale = !known ? no_number() : second ? rows.scales.y : rows.scales.x;
+    const float zero_point = (float)(second ? rows.zero_points >> 8 : rows.zero_points & 255);
+    float4* to = reinterpret_cast<float4*>(y + span * SPAN);
+    to[0] =
+        span ? decoded<BITS, 2>(codes, second, scale, zero_point) : decoded<BITS, 0>(codes, second, scale, zero_point);
+    to[1] =
+        span ? decoded<BITS, 3>(codes, second, scale, zero_point) : decoded<BITS, 1>(codes, second, scale, zero_point);
+  }
+}
+#define BLOCK_GATHER(bits)                                      \
+  KERNEL(block_gather_##bits, BlockGather, GATHER_THREADS, 4) { \
+    block_gather<bits>(p);                                      \
+  }
+BLOCK_GATHER(4)
+BLOCK_GATHER(5)
+BLOCK_GATHER(6)
+BLOCK_GATHER(8)
+
+/* The larger, a NaN above all, and of equals the one further left. */
+__device__ __forceinline__ void keep_larger(float& max, int& index, float other, int at) {
+  const bool is_none = other != other, had_none = max != max;
+  if (had_none ? is_none && at < index : is_none || other > max || (other == max && at < index)) {
+    max = other;
+    index = at;
+  }
+}
+__device__ __forceinline__ void warp_argmax(float& max, int& index) {
+  for (int distance = WARP / 2; distance; distance /= 2) {
+    const float other = __shfl_xor_sync(ALL_LANES, max, distance);
+    const int at = __shfl_xor_sync(ALL_LANES, index, distance);
+    keep_larger(max, index, other, at);
+  }
+}
+
+/* Of a row, part blockIdx.x of its columns. An infinite logit times 0 is no number either. */
+KERNEL(argmax_parts, Argmax, ROW_THREADS, 4) {
+  ArgmaxMemory& memory = shared_memory<ArgmaxMemory>();
+  const int size = parts_of(p.N, ARGMAX_PARTS), first = (int)blockIdx.x * size, end = smaller(first + size, p.N);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const float* logits = p.logits + (int64_t)blockIdx.y * p.N;
+  float max = -infinity();
+  int index = p.N;
+#pragma unroll 4
+  for (int i = first + (int)threadIdx.x; i < end; i += ROW_THREADS)
+    keep_larger(max, index, fmaf(logits[i], 0, logits[i]), i);
+  warp_argmax(max, index);
+  if (lane == 0) memory.max[warp] = max, memory.index[warp] = index;
+  __syncthreads();
+  if (threadIdx.x) return;
+  for (int i = 1; i < ROW_WARPS; i++) keep_larger(max, index, memory.max[i], memory.index[i]);
+  const int64_t at = (int64_t)blockIdx.y * ARGMAX_PARTS + blockIdx.x;
+  p.part_max[at] = max, p.part_index[at] = index;
+}
+
+/* A warp for each row. */
+KERNEL(argmax_rows, Argmax, WARP, 1) {
+  const int64_t row = blockIdx.x, at = row * ARGMAX_PARTS + threadIdx.x;
+  float max = p.part_max[at];
+  int index = p.part_index[at];
+  warp_argmax(max, index);
+  if (threadIdx.x == 0) p.y[row] = max == max ? index : -1;
+}

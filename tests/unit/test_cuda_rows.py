@@ -1,0 +1,96 @@
+"""Norms, gates, embeddings and argmax for GPUs, their sources run as fibers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tapeout.schemes import Scheme
+from tests.cuda import ORDERS, TYPES, Argmax, Array, BlockGather, Device, Gated, Norm, at, host, read, weight
+from tests.native import random_linear
+
+EPSILON = 1e-5
+HALF_UNIT = {"F16": 2.0**-11, "BF16": 2.0**-8}  # what rounding to 16 bits changes, relative
+
+
+@pytest.fixture(params=ORDERS)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    made = Device(host(), request.param)
+    yield made
+    made.free()
+
+
+def random(*shape: int, seed: int = 3) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def norm(device: Device, kind: str, a: Array, b: Array | None, w: Array, rows: list[int] | None) -> tuple[Array, Array]:
+    """The norm in 16 bits, and the sum."""
+    chosen = None if rows is None else device.put(np.array(rows, np.int64))
+    count = len(a) if rows is None else len(rows)
+    total, y = device.empty((count, a.shape[1]), np.float32), device.empty((count, a.shape[1]), np.uint16)
+    held = [at(None if x is None else device.put(x)) for x in (a, b, w)]
+    sizes = (count, len(a), a.shape[1], TYPES.index(kind))
+    device.launch("norm", Norm(*held, at(chosen), at(total), at(y), *sizes, EPSILON))
+    return y.copy(), total.copy()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("columns", [32, 96, 2112])
+def test_a_norm_equals_its_reference(device: Device, kind: str, columns: int) -> None:
+    a, b, w = random(5, columns), random(5, columns, seed=4) * 100, random(columns, seed=5)
+    for residual, rows in ((None, None), (b, None), (b, [4, 0, 2])):
+        y, total = norm(device, kind, a, residual, w, rows)
+        exact = (a if residual is None else a + residual)[rows if rows is not None else slice(None)]
+        assert np.array_equal(total, exact)
+        x = exact.astype(np.float64)
+        wanted = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + EPSILON) * w
+        np.testing.assert_allclose(read(y, kind), wanted, rtol=HALF_UNIT[kind] + 2e-6, atol=1e-7)
+        for row in range(len(y)):  # alone
+            one = exact[row : row + 1]
+            assert np.array_equal(norm(device, kind, one, None, w, None)[0][0], y[row])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_gate_equals_its_reference(device: Device, kind: str) -> None:
+    x = random(3, 2 * 1056) * np.float32(10)
+    x[0, 0], x[0, 1] = -200, 200
+    y = device.empty((3, 1056), np.uint16)
+    device.launch("gated", Gated(at(device.put(x)), at(y), 3, 1056, TYPES.index(kind)))
+    gate, up = x[:, :1056].astype(np.float64), x[:, 1056:].astype(np.float64)
+    with np.errstate(over="ignore"):
+        wanted = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(read(y, kind), wanted, rtol=HALF_UNIT[kind] + 1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("bits", "columns"), [(4, 96), (5, 192), (6, 64), (8, 160)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_an_embedding_is_the_rows_of_its_weight(device: Device, bits: int, columns: int, symmetric: bool) -> None:
+    table = random_linear(53, columns, Scheme(bits=bits, group_size=32, symmetric=symmetric))
+    ids = np.array([0, 52, 8, 15, 16, 31, -1, 53, 1 << 40, 7])
+    y = device.empty((len(ids), columns), np.float32)
+    device.launch("block_gather", BlockGather(weight(device, table), at(device.put(ids)), at(y), len(ids)))
+    known = (ids >= 0) & (ids < 53)
+    assert np.array_equal(y[known], table.dequantize()[ids[known]])
+    assert np.isnan(y[~known]).all()
+
+
+def argmax(device: Device, logits: Array) -> list[int]:
+    rows, columns = logits.shape
+    scratch = device.empty((rows, 32), np.float32), device.empty((rows, 32), np.int32)
+    y = device.empty((rows,), np.int64)
+    device.launch("argmax", Argmax(at(device.put(logits)), *map(at, scratch), at(y), rows, columns))
+    return y.tolist()
+
+
+@pytest.mark.parametrize("columns", [7, 100, 33001])
+def test_argmax_is_the_first_of_the_largest_and_none_of_what_is_not_finite(device: Device, columns: int) -> None:
+    logits = random(6, columns)
+    logits[0, [3, columns - 1]] = 9
+    logits[1] = -5
+    logits[2, 5] = np.nan
+    logits[3, 1] = np.inf
+    logits[4, columns - 1] = -np.inf
+    assert argmax(device, logits) == [3, 0, -1, -1, -1, int(logits[5].argmax())]
