@@ -1,0 +1,246 @@
+"""Attention over a paged KV cache for GPUs, its source run as fibers: its reference, and that tokens share nothing.
+
+H, KV  heads of queries, keys     D  channels of a head     L  keys of a sequence
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.cuda import ORDERS, TYPES, Array, Attention, Device, at, host, read
+
+BLOCK, PART = 64, 512  # keys
+POSITIONS = 1400
+
+
+@dataclass(frozen=True)
+class Heads:
+    H: int = 4
+    KV: int = 2
+    D: int = 64
+    cache: str = "int8"  # or float16
+    window: int = 0
+    softcap: float = 0.0
+    interleaved: bool = False
+    rotary: bool = True
+    kind: str = "F16"  # of the result
+
+    @property
+    def scale(self) -> float:
+        return self.D**-0.5
+
+
+@dataclass
+class Pool:
+    """A KV cache of NaNs, or of -1, and the tables of its sequences: blocks in a random order."""
+
+    device: Device
+    heads: Heads
+    lengths: list[int]  # of all sequences when they end
+    tables: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        h, rng = self.heads, np.random.default_rng(7)
+        counts = [math.ceil(length / BLOCK) for length in self.lengths]
+        blocks = rng.permutation(sum(counts) + 3).tolist()
+        self.tables = np.full((len(counts), max(counts) + 1), 2**31 - 1, np.int32)  # what is no block is not read
+        for table, count in zip(self.tables, counts, strict=True):
+            table[:count] = [blocks.pop() for _ in range(count)]
+        shape = (sum(counts) + 3, h.KV, BLOCK, h.D)
+        self.keys, self.values = (self.device.empty(shape, h.cache) for _ in range(2))
+        scales = np.random.default_rng(8).uniform(0.01, 0.04, (2, h.KV, h.D)).astype(np.float32)
+        self.key_scales, self.value_scales = (self.device.put(one) if h.cache == "int8" else None for one in scales)
+        angles = np.outer(np.arange(POSITIONS), 1 / 1000 ** (np.arange(h.D // 2) / (h.D // 2)))
+        self.cosines, self.sines = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
+
+    def step(self, qkv: list[Array], starts: list[int], few_tokens: int = 1, padding: int = 0) -> list[Array]:
+        """New tokens ``[count, (H + 2 KV) D]`` of all sequences; their results in 16 bits ``[count, H, D]``."""
+        h, put = self.heads, self.device.put
+        counts = [len(one) for one in qkv]
+        tokens = sum(counts) + padding
+        packed = np.full((tokens, (h.H + 2 * h.KV) * h.D), np.nan, np.float32)
+        packed[: sum(counts)] = np.concatenate(qkv)
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        parts = math.ceil(max(start + count for start, count in zip(starts, counts, strict=True)) / PART)
+        self.query = self.device.empty((tokens, h.H, h.D), np.float16)
+        sums = self.device.empty((tokens, h.H, parts, h.D), np.float32)
+        rows = self.device.empty((tokens, h.H, parts, 2), np.float32)
+        y = self.device.empty((tokens, h.H, h.D), np.uint16)
+        tables = [put(x) if h.rotary else None for x in (self.cosines, self.sines)]
+        held = [put(packed), *tables, self.keys, self.values, self.key_scales, self.value_scales, put(offsets)]
+        held += [put(np.array(starts, np.int32)), put(self.tables), self.query, sums, rows, y]
+        sizes = (tokens, len(counts), self.tables.shape[1], h.H, h.KV, h.D, TYPES.index(h.kind), h.interleaved)
+        limits = (h.window, parts, few_tokens, max(counts))
+        self.device.launch("attention", Attention(*map(at, held), *sizes, *limits, h.scale, h.softcap))
+        assert (y[sum(counts) :] == 0xFFFF).all()  # padding is not written
+        return [y[start:end].copy() for start, end in pairwise(offsets)]
+
+    def held(self, sequence: int, length: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Keys and values ``[KV, L, D]`` as the cache has them."""
+        found: list[NDArray[np.float64]] = []
+        for cache, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
+            blocks = cache[self.tables[sequence, : math.ceil(length / BLOCK)]]
+            entries = blocks.transpose(1, 0, 2, 3).reshape(self.heads.KV, -1, self.heads.D)[:, :length]
+            found.append(entries.astype(np.float64) * (1 if scales is None else scales[:, None]))
+        return found[0], found[1]
+
+
+def tokens(count: int, heads: Heads, seed: int) -> Array:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((count, (heads.H + 2 * heads.KV) * heads.D)).astype(np.float32)
+
+
+def rotated(pool: Pool, x: Array, start: int) -> NDArray[np.float64]:
+    """RoPE of heads ``[count, heads, D]``."""
+    x = x.astype(np.float64)
+    if not pool.heads.rotary:
+        return x
+    c, s = (table[start : start + len(x), None].astype(np.float64) for table in (pool.cosines, pool.sines))
+    half = pool.heads.D // 2
+    y = np.empty_like(x)
+    first, second = (
+        (slice(0, None, 2), slice(1, None, 2)) if pool.heads.interleaved else (slice(half), slice(half, None))
+    )
+    y[..., first] = x[..., first] * c - x[..., second] * s
+    y[..., second] = x[..., second] * c + x[..., first] * s
+    return y
+
+
+def expected(pool: Pool, sequence: int, query: NDArray[np.float64], start: int) -> NDArray[np.float64]:
+    """Of rotated queries ``[count, H, D]``, over what the cache has."""
+    h, length = pool.heads, start + len(query)
+    keys, values = pool.held(sequence, length)
+    y = np.empty_like(query)
+    for head in range(h.H):
+        scores = query[:, head] @ keys[head * h.KV // h.H].T * h.scale
+        if h.softcap:
+            scores = h.softcap * np.tanh(scores / h.softcap)
+        positions = start + np.arange(len(query))[:, None]
+        seen = np.arange(length) <= positions
+        if h.window:
+            seen &= np.arange(length) > positions - h.window
+        weights = np.exp(np.where(seen, scores - scores.max(axis=1, keepdims=True), -np.inf))
+        y[:, head] = weights / weights.sum(axis=1, keepdims=True) @ values[head * h.KV // h.H]
+    return y
+
+
+def check_entries(cached: NDArray[np.float64], wanted: NDArray[np.float64], scales: Array | None) -> None:
+    """What a cache has ``[KV, L, D]`` of new keys or values ``[L, KV, D]``."""
+    wanted = wanted.transpose(1, 0, 2)
+    if scales is None:
+        np.testing.assert_allclose(cached, wanted, rtol=2.0**-11 + 1e-6, atol=1e-6)
+        return
+    step = scales[:, None].astype(np.float64)
+    assert (np.abs(cached - np.clip(wanted, -128 * step, 127 * step)) <= step * 0.5001).all()
+
+
+def split(x: Array, heads: Heads) -> tuple[Array, Array, Array]:
+    """Queries, keys and values ``[count, heads, D]``."""
+    x = x.reshape(len(x), -1, heads.D)
+    return x[:, : heads.H], x[:, heads.H : heads.H + heads.KV], x[:, heads.H + heads.KV :]
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    made = Device(host())
+    yield made
+    made.free()
+
+
+CASES = {
+    "int8": Heads(),
+    "float16": Heads(cache="float16", kind="BF16"),
+    "128 channels": Heads(H=8, KV=1, D=128),
+    "128 channels, float16": Heads(H=2, KV=2, D=128, cache="float16"),
+    "256 channels": Heads(H=2, KV=1, D=256),
+    "256 channels, float16": Heads(H=1, KV=1, D=256, cache="float16"),
+    "window": Heads(window=70),
+    "a window of one": Heads(window=1, cache="float16"),
+    "softcap": Heads(softcap=5.0, kind="BF16"),
+    "interleaved": Heads(interleaved=True),
+    "no RoPE, 24 heads of queries": Heads(H=24, KV=1, rotary=False, cache="float16"),
+    "3 heads of queries": Heads(H=9, KV=3),
+}
+
+
+@pytest.mark.parametrize("heads", CASES.values(), ids=CASES)
+def test_attention_equals_its_reference(device: Device, heads: Heads) -> None:
+    """A decode after two parts, a prompt, a prompt that goes on, a decode without a context, and padding."""
+    before, counts = [600, 0, 61, 0], [1, 37, 70, 1]
+    pool = Pool(device, heads, [start + count for start, count in zip(before, counts, strict=True)])
+    earlier = [tokens(count, heads, seed) for seed, count in enumerate(before)]
+    pool.step(earlier, [0] * 4, few_tokens=0)
+    held = pool.keys.copy(), pool.values.copy()
+    new = [tokens(count, heads, 10 + seed) for seed, count in enumerate(counts)]
+    results = pool.step(new, before, padding=3)
+    written = np.zeros(pool.keys.shape[:3], bool)
+    first = 0
+    for sequence, (x, start, y) in enumerate(zip(new, before, results, strict=True)):
+        query, key, value = split(x, heads)
+        exact = rotated(pool, query, start)
+        made = pool.query[first : first + len(x)].astype(np.float64) / heads.scale
+        first += len(x)
+        if pool.key_scales is not None:
+            made /= np.repeat(pool.key_scales, heads.H // heads.KV, axis=0)
+        np.testing.assert_allclose(made, exact, rtol=2e-3, atol=2e-4)
+        keys, values = pool.held(sequence, start + len(x))
+        check_entries(keys[:, start:], rotated(pool, key, start), pool.key_scales)
+        check_entries(values[:, start:], value.astype(np.float64), pool.value_scales)
+        positions = start + np.arange(len(x))
+        written[pool.tables[sequence, positions // BLOCK], :, positions % BLOCK] = True
+        wanted = expected(pool, sequence, made, start)
+        size = np.abs(values).max()
+        unit = 2.0**-8 if heads.kind == "BF16" else 2.0**-11
+        assert np.abs(read(y, heads.kind) - wanted).max() < (unit + 1e-3) * size
+    for cache, earlier_bytes in zip((pool.keys, pool.values), held, strict=True):
+        assert np.array_equal(cache[~written].view(np.uint8), earlier_bytes[~written].view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(),
+        Heads(cache="float16", window=300),
+        Heads(H=3, KV=1, D=128, softcap=20.0),
+        Heads(H=2, KV=1, D=256, kind="BF16"),
+    ],
+    ids=["int8", "float16, window", "128 channels, softcap", "256 channels"],
+)
+def test_a_token_has_the_same_bits_however_its_prompt_is_cut(heads: Heads) -> None:
+    """At once, in chunks, token by token at the end, by either kernel, and beside others."""
+    length = 1100 if heads.D == 64 else 600
+    x, other = tokens(length, heads, 1), tokens(40, heads, 2)
+    device = Device(host())
+    whole = Pool(device, heads, [length]).step([x], [0], few_tokens=0)[0]
+    assert np.isfinite(read(whole, heads.kind)).all()
+    for ends, few in (
+        ([130, 513, length], 0),
+        ([length - 2, length - 1, length], 1),
+        ([length - 9, length - 4, length], 16),
+    ):
+        pool, found, start = Pool(device, heads, [40, length]), [], 0
+        for end in ends:
+            beside = other if start == 0 else other[:0]
+            found.append(pool.step([beside, x[start:end]], [40 - len(beside), start], few_tokens=few)[1])
+            start = end
+        assert np.array_equal(np.concatenate(found), whole)
+    device.free()
+
+
+@pytest.mark.parametrize("heads", [Heads(), Heads(H=2, KV=1, D=256, cache="float16")], ids=["int8", "float16"])
+def test_results_do_not_depend_on_the_order_of_threads(heads: Heads) -> None:
+    results: list[Array] = []
+    for order in ORDERS:
+        device = Device(host(), order)
+        pool = Pool(device, heads, [70, 21])
+        first = pool.step([tokens(69, heads, 1), tokens(20, heads, 2)], [0, 0])
+        results.append(np.concatenate([*first, *pool.step([tokens(1, heads, 3), tokens(1, heads, 4)], [69, 20])]))
+        device.free()
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
