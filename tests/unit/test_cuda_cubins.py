@@ -1,0 +1,138 @@
+"""Machine code for GPUs that are not here: what each kernel consists of, and that builds give the same bytes again."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from engines.kernels.cuda import ARCHITECTURES, compiler
+from tapeout.errors import BuildError
+from tests.cubins import DISASSEMBLER, Kernel, kernels_of
+
+# threads of a block, and blocks of a multiprocessor that registers must have room for
+LINEARS = {
+    f"block_linear_{kind}_{bits}_{groups}": (256, 1 if groups == 8 else 2)
+    for kind in ("F16", "BF16")
+    for bits in (4, 5, 6, 8)
+    for groups in (1, 2, 4, 8)
+}
+HEADS = {(cache, channels) for cache in ("Int8", "Half") for channels in (64, 128, 256)}
+PARTS = {f"attention_parts_{cache}_{channels}": (256, 1) for cache, channels in HEADS}
+PROMPTS = {f"attention_prompt_{cache}_{channels}": (128, 2) for cache, channels in HEADS}
+ROWS = {
+    **{f"block_gather_{bits}": (128, 4) for bits in (4, 5, 6, 8)},
+    **dict.fromkeys(("rotary_cache_Int8", "rotary_cache_Half", "norm_rows", "gated_rows", "argmax_parts"), (256, 4)),
+    "attention_combine": (128, 4),
+    "argmax_rows": (32, 16),
+}
+LIMITS = LINEARS | PARTS | PROMPTS | ROWS
+REGISTERS = 65536  # of a multiprocessor
+
+
+def installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not installed(compiler.NVRTC), reason=f"{compiler.NVRTC} is not installed")
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def kernels(request: pytest.FixtureRequest) -> dict[str, Kernel]:
+    for package in (compiler.NVRTC, DISASSEMBLER):
+        if not installed(package):
+            pytest.skip(f"{package} is not installed")
+    return kernels_of(compiler.cubin(request.param))
+
+
+def test_every_kernel_is_there_and_has_registers_for_all(kernels: dict[str, Kernel]) -> None:
+    assert kernels.keys() == LIMITS.keys()
+    for name, kernel in kernels.items():
+        threads, blocks = LIMITS[name]
+        assert kernel.frame_bytes == 0, name
+        assert not [one for one in kernel.instructions if one.startswith(("LDL", "STL"))], name
+        registers = -(-kernel.registers // 8) * 8  # as they are given out
+        assert registers * threads * blocks <= REGISTERS, f"{name}: {kernel.registers} registers"
+
+
+def test_matmuls_are_on_tensor_cores_and_load_16_bytes(kernels: dict[str, Kernel]) -> None:
+    for name in LINEARS:
+        _, _, kind, bits, groups = name.split("_")
+        kernel, tiles = kernels[name], 1 if groups in "12" else 2
+        ahead = {"1": 4, "2": 2}.get(groups, 1)
+        kinds = ("HMMA", "16816", "F32", "BF16") if kind == "BF16" else ("HMMA", "16816", "F32")
+        matmuls = 4 * tiles * int(groups) * ahead  # of a loop, which a compiler may keep in two forms
+        assert kernel.count(*kinds) and kernel.count(*kinds) % matmuls == 0, name
+        once = kernel.count("LDG", "128", "NA")  # codes, when the kernel begins and for later chunks
+        assert once >= 2 * tiles * ahead * (2 if bits == "8" else 1), name
+        assert kernel.count("LDG", "128") - once >= 2 * int(groups) * ahead, name  # activations
+    for name in PARTS | PROMPTS:
+        channels = int(name.rpartition("_")[2])
+        scores = 8 * channels // 16
+        values = 4 * channels // 8 // (2 if name in PROMPTS and channels == 256 else 1)
+        assert kernels[name].count("HMMA", "16816", "F32") == scores + values, name
+        assert kernels[name].count("LDG", "128") >= channels // 64 * 4, name
+    for name in PROMPTS:
+        assert kernels[name].count("LDS", "128") >= 40, name
+        assert kernels[name].count("STS", "128") >= 4, name
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_same_sources_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """Of a few kernels, in two folders."""
+    found: list[bytes] = []
+    for name in ("one", "two"):
+        source = tmp_path / name / "source"
+        source.mkdir(parents=True)
+        for path in (*compiler.SOURCE.glob("*.*h"), compiler.SOURCE / "rows.cu"):
+            shutil.copyfile(path, source / path.name)
+        monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path / name / "cache"))
+        path = compiler.cubin(architecture, source)
+        assert path.name == f"cuda-{architecture}.cubin" and path.is_relative_to(tmp_path / name)
+        found.append(path.read_bytes())
+    assert found[0] == found[1]
+
+
+@needs_nvrtc
+def test_sources_that_do_not_compile_are_an_error_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "source"
+    source.mkdir()
+    for content in ("__global__ void f( {}", "static __global__ void f(int x) { int unused = x; }"):
+        (source / "broken.cu").write_text(content)
+        with pytest.raises(BuildError, match=r"do not compile: (.|\n)*broken\.cu") as caught:
+            compiler.cubin("sm90", source)
+        assert caught.value.remedy == f"reinstall {compiler.NVRTC} in the version that pyproject.toml names"
+        assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_what_cannot_be_compiled_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BuildError, match="no architecture 'sm70'") as caught:
+        compiler.cubin("sm70")
+    assert caught.value.expected == "one of sm80, sm89, sm90, sm100, sm120"
+    monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "NVRTC", "no-such-compiler")
+    with pytest.raises(BuildError, match="the package no-such-compiler is not installed") as caught:
+        compiler.cubin("sm90")
+    assert caught.value.remedy == 'pip install ".[cuda]"'
+    monkeypatch.setattr(compiler.compiler, "COMPILER", "no_such_compiler")
+    with pytest.raises(BuildError, match="the package no_such_compiler is not installed"):
+        compiler.host_library()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_source_for_the_host_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "broken.cu").write_text("int f(int unused) { return 0; }")
+    with pytest.raises(BuildError, match=r"do not compile: (.|\n)*broken\.cu"):
+        compiler.host_library(tmp_path)
