@@ -72,7 +72,7 @@ def compile_object(source: Path, level: Level, sanitizer: Sanitizer, *more: str)
     def write(folder: Path) -> None:
         folder.mkdir()
         command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags]
-        _run([*command, "-c", str(source), "-o", str(folder / "object.o")])
+        run([*command, "-c", str(source), "-o", str(folder / "object.o")])
 
     # Not by where the checkout lies, so that all checkouts of a machine share them.
     named = [flag.replace(f"{HERE}/", "").replace(str(compiler.SOURCE), "") for flag in flags]
@@ -105,11 +105,11 @@ def compile_host(level: Level, sanitizer: Sanitizer = MEMORY) -> dict[str, Path]
 
 def link(objects: dict[str, Path], program: Path, sanitizer: Sanitizer = MEMORY) -> Path:
     flags = (sanitizer.linked, "-Wl,--wrap=aligned_alloc", "-lm", "-lpthread")
-    _run(["gcc", *map(str, objects.values()), *flags, "-o", str(program)])
+    run(["gcc", *map(str, objects.values()), *flags, "-o", str(program)])
     return program
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
     cache = {"ZIG_GLOBAL_CACHE_DIR": str(compiler.cache() / "compiler")}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-3000:]}"

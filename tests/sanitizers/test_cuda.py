@@ -1,0 +1,198 @@
+"""Kernels for GPUs as fibers, under sanitizers, and with planted defects that tests of their results must find."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engines.kernels.cuda import compiler
+from tests.cuda import OTHER_LIBRARY, Device
+from tests.sanitizers import build, cuda_build
+from tests.unit import test_cuda_attention as attention
+from tests.unit import test_cuda_linear as linear
+from tests.unit import test_cuda_rows as rows
+
+ROOT = Path(__file__).parents[2]
+CHECKED = ("tests/unit/test_cuda_rows.py", "tests/unit/test_cuda_linear.py", "tests/unit/test_cuda_attention.py")
+SMALL = "(rows and 0-) or equals_its_reference and (F16 and True or window) or order_of_threads"
+
+
+@pytest.fixture(scope="module")
+def sanitizers() -> None:
+    build.require_sanitizers()
+
+
+def checked(library: Path, only: str) -> subprocess.CompletedProcess[str]:
+    """Tests in a process that has a sanitized library. Python's own memory is not checked for leaks."""
+    environment = {
+        "LD_PRELOAD": cuda_build.runtimes(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        OTHER_LIBRARY: str(library),
+    }
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-x", "-s", "-p", "no:cacheprovider", *CHECKED]
+    return subprocess.run(
+        [*command, "-k", only], cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
+    )
+
+
+@pytest.mark.usefixtures("sanitizers")
+def test_kernels_stay_in_their_memory(tmp_path: Path) -> None:
+    done = checked(cuda_build.library(compiler.SOURCE, tmp_path / "kernels.so", sanitized=True), SMALL)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= 50
+
+
+def planted(folder: Path, file: str, before: str, after: str) -> Path:
+    """Sources with a defect."""
+    source = folder / "source"
+    shutil.copytree(compiler.SOURCE, source)
+    text = (source / file).read_text()
+    assert text.count(before) >= 1, f"{file} no longer has: {before}"
+    (source / file).write_text(text.replace(before, after, 1))
+    return source
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """A defect that a sanitizer must find. ``only``: the tests that run."""
+
+    file: str
+    before: str
+    after: str
+    only: str
+    found: str
+
+
+OVERFLOWS = {
+    "too little shared memory": Overflow(
+        "launch.cpp", "8 * WARP_BYTES * least", "7 * WARP_BYTES * least", "linear and order", "heap-buffer-overflow"
+    ),
+    "a warp beyond the last": Overflow(
+        "block_linear.cu", "[i - done][warp][lane]", "[i - done][warp + 1][lane]", "linear and order", "out of bounds"
+    ),
+    "outputs of padding are written": Overflow(
+        "block_linear.cu", "if (token < p.M) p.y", "p.y", "linear and order", "heap-buffer-overflow"
+    ),
+    "an id beyond the rows is read": Overflow(
+        "rows.cu", "id >= 0 && id < w.N", "id >= 0 && id <= 64", "embedding and 0-", "heap-buffer-overflow"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("sanitizers")
+@pytest.mark.parametrize("defect", OVERFLOWS.values(), ids=OVERFLOWS)
+def test_a_planted_overflow_is_found(defect: Overflow, tmp_path: Path) -> None:
+    source = planted(tmp_path, defect.file, defect.before, defect.after)
+    done = checked(cuda_build.library(source, tmp_path / "kernels.so", sanitized=True), defect.only)
+    assert done.returncode not in (0, 5), done.stdout[-3000:]  # 5: no test has run
+    assert re.search(defect.found, done.stderr), done.stdout[-3000:] + done.stderr[-3000:]
+
+
+Check = Callable[[Device], None]
+
+
+def linear_reference(device: Device) -> None:
+    linear.test_a_linear_equals_its_reference(device, "F16", False, 4, 32, 16, 96, False)
+    linear.test_a_linear_equals_its_reference(device, "BF16", False, 6, 128, 64, 640, True)
+
+
+def linear_batches(device: Device) -> None:
+    linear.test_a_token_has_the_same_bits_alone_and_in_any_batch(device, "F16", 4)
+
+
+def codes(device: Device) -> None:
+    linear.test_every_code_less_every_zero_point_is_exact(device, "BF16", 8)
+
+
+def norm(device: Device) -> None:
+    rows.test_a_norm_equals_its_reference(device, "F16", 2112)
+
+
+def first_largest(device: Device) -> None:
+    rows.test_argmax_is_the_first_of_the_largest_and_none_of_what_is_not_finite(device, 100)
+
+
+def attention_reference(cache: str = "int8", window: int = 0) -> Check:
+    heads = attention.Heads(cache=cache, window=window)
+    return lambda device: attention.test_attention_equals_its_reference(device, heads)
+
+
+def attention_cuts(device: Device) -> None:
+    attention.check_cuts(device, attention.Heads(), 700)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A defect that one of the tests of results must find, in one of the orders of fibers."""
+
+    file: str
+    before: str
+    after: str
+    found_by: Check
+
+
+WRONG = {
+    "a linear lacks the barrier before its warps are added": Wrong(
+        "block_linear.cu", "    __syncthreads();\n    const int i = done", "    const int i = done", linear_reference
+    ),
+    "a norm lacks its barrier": Wrong("rows.cu", "  __syncthreads();\n  float all", "  float all", norm),
+    "a prompt lacks the barrier after a block is staged": Wrong(
+        "attention.cu", "memory);\n    __syncthreads();", "memory);", attention_reference()
+    ),
+    "rows 8 to 15 have the scales of rows 0 to 7": Wrong(
+        "block_linear.cu", "fmaf(dot.z, scales.y, sum.z)", "fmaf(dot.z, scales.x, sum.z)", linear_reference
+    ),
+    "rows 8 to 15 have the zero points of rows 0 to 7": Wrong(
+        "block_linear.cu", "D::offset((float)(zero_points >> 8), 1)", "D::offset((float)(zero_points & 255), 1)",
+        linear_reference,
+    ),
+    "the high half of a code is lost": Wrong("weights.cuh", "0x41804180, 0xc500c500", "0x3f803f80, 0xc300c300", codes),
+    "larger batches add warps in another order": Wrong(
+        "block_linear.cu", "memory.sums[warp][other][lane]",
+        "memory.sums[warp][GROUPS > 1 ? WARPS - other : other][lane]", linear_batches,
+    ),
+    "a window is one key too long": Wrong(
+        "attention.cu", "position + 1 - p.window", "position - p.window", attention_reference(window=70)
+    ),
+    "a token sees the next one": Wrong(
+        "attention.cu", "end[i] = rows.position[i] + 1", "end[i] = rows.position[i] + 2", attention_reference()
+    ),
+    "values have the scales of another head": Wrong(
+        "attention.cu", "p.value_scales + kv * D + channel", "p.value_scales + channel", attention_reference()
+    ),
+    "values behind the last key are read": Wrong(
+        "attention.cu", "first_key + 2 * pair + 1 <= last", "true", attention_reference(cache="float16")
+    ),
+    "sums of a prompt are not moved to a new largest score": Wrong(
+        "attention.cu", "to.x * scale[0]), to.y", "to.x), to.y", attention_reference()
+    ),
+    "a prompt adds blocks across parts": Wrong(
+        "attention.cu", "if ((block + 1) % PART_BLOCKS &&", "if (", attention_cuts
+    ),
+    "keys are rounded down": Wrong(
+        "attention.cu", "__float2int_rn(x)", "(int)x", attention_reference()
+    ),
+    "the last of equal logits is chosen": Wrong("rows.cu", "other == max && at < index", "other == max && at > index",
+        first_largest),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("sanitizers")
+@pytest.mark.parametrize("defect", WRONG.values(), ids=WRONG)
+def test_a_planted_defect_is_found(defect: Wrong, tmp_path: Path) -> None:
+    source = planted(tmp_path, defect.file, defect.before, defect.after)
+    library = cuda_build.library(source, tmp_path / "kernels.so", sanitized=False)
+    device = Device(library)
+    with pytest.raises(AssertionError):
+        defect.found_by(device)
+    device.free()
