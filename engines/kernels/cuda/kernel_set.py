@@ -1,0 +1,64 @@
+"""The set of kernels for GPUs, as passes see it. It is the same for every architecture, and for fibers on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.kernels.cuda.packing import by_row_pair, chunks_of, packed, tiles_of
+from engines.kernels.operators import OPERATORS
+from tapeout.quantized import QuantizedWeight, format_of
+
+CODE_BITS = (4, 5, 6, 8)
+SMALLEST_BLOCK = 32  # input channels: two mma of 16 are summed before they are scaled
+CACHES = ("float16", "int8")
+HEAD_SIZES = (64, 128, 256)
+NOT_HERE = frozenset({"QuantizeActivations"})  # activations are 16-bit floats
+
+
+@dataclass(frozen=True)
+class CudaKernels:
+    """See :class:`engines.kernels.kernel_set.KernelSet`."""
+
+    @property
+    def exact_signed_products(self) -> bool:
+        """No linear here has activations in int8."""
+        return True
+
+    def unsupported(self, operator: str) -> str:
+        if operator not in OPERATORS or operator in NOT_HERE:
+            return f"CUDA kernels have no {operator}"
+        return ""
+
+    def unsupported_weight(self, weight: QuantizedWeight) -> str:
+        size, columns = weight.group_size, weight.codes.shape[1]
+        if not format_of(weight.scheme).integer_bits or weight.scheme.activations == "int8":
+            return f"CUDA kernels take no weights in {weight.scheme.name}"
+        if size < SMALLEST_BLOCK or size & (size - 1) or columns % size:
+            return (
+                f"groups of {size} of {columns} input channels, where CUDA kernels take powers of two "
+                f"from {SMALLEST_BLOCK} on"
+            )
+        return ""
+
+    def unsupported_cache(self, dtype: str, head_size: int) -> str:
+        if dtype not in CACHES:
+            return f"a KV cache in {dtype}, where there are kernels for {' and '.join(CACHES)}"
+        if head_size not in HEAD_SIZES:
+            return f"heads of {head_size} channels, where kernels take {', '.join(map(str, HEAD_SIZES))}"
+        return ""
+
+    def code_bits(self, weight: QuantizedWeight) -> int:
+        return min(known for known in CODE_BITS if known >= format_of(weight.scheme).integer_bits)
+
+    def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, int]:
+        return tiles_of(outputs), chunks_of(columns) * 128 * bits
+
+    def pack_codes(self, codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+        return packed(codes, bits)
+
+    def pack_scales(self, values: NDArray[Any]) -> NDArray[Any]:
+        return by_row_pair(values)

@@ -1,0 +1,74 @@
+"""What passes are told of kernels for GPUs, and that these compute what passes pack."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engines.kernels.cuda.kernel_set import HEAD_SIZES, CudaKernels
+from engines.kernels.kernel_set import KernelSet
+from engines.kernels.operators import OPERATORS
+from engines.passes.onnxruntime import block_linears
+from tapeout.schemes import STATIC_INT8, Scheme
+from tests.cuda import Device, Weight, at, block_linear, host, rounded
+from tests.lowering import model_of
+from tests.native import random_linear
+
+KERNELS: KernelSet = CudaKernels()
+
+
+def test_all_operators_are_there_but_one() -> None:
+    missing = {name for name in OPERATORS if KERNELS.unsupported(name)}
+    assert missing == {"QuantizeActivations"}
+    assert KERNELS.unsupported("QuantizeActivations") == "CUDA kernels have no QuantizeActivations"
+    assert KERNELS.unsupported("MatMul") == "CUDA kernels have no MatMul"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "columns", "reason"),
+    [
+        (Scheme(bits=4, group_size=32), 96, ""),
+        (Scheme(bits=5, group_size=256, symmetric=True), 512, ""),
+        (Scheme(bits=4, group_size=16), 96, "groups of 16 of 96 input channels, where CUDA kernels take powers of two"),
+        (Scheme(bits=8, group_size=64), 64, ""),
+    ],
+)
+def test_weights_that_are_not_taken_have_a_reason(scheme: Scheme, columns: int, reason: str) -> None:
+    found = KERNELS.unsupported_weight(random_linear(16, columns, scheme))
+    assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+def test_static_activations_are_not_taken() -> None:
+    weight = random_linear(16, 64, Scheme(bits=8, group_size=64))
+    static = type(weight)(weight.codes, weight.scales, weight.zero_points, STATIC_INT8)
+    assert KERNELS.unsupported_weight(static) == "CUDA kernels take no weights in static int8"
+
+
+def test_caches_that_are_not_taken_have_a_reason() -> None:
+    for cache in ("int8", "float16"):
+        assert not any(KERNELS.unsupported_cache(cache, size) for size in HEAD_SIZES)
+        assert KERNELS.unsupported_cache(cache, 96) == "heads of 96 channels, where kernels take 64, 128, 256"
+    assert "a KV cache in int4, where" in KERNELS.unsupported_cache("int4", 64)
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("half", [True, False])
+def test_kernels_compute_what_the_pass_packs(bits: int, half: bool) -> None:
+    """Two linears that are stacked along their outputs."""
+    parts = [
+        random_linear(outputs, 160, Scheme(bits=bits, group_size=32), half=half, seed=outputs) for outputs in (21, 40)
+    ]
+    model = model_of([], [])
+    codes, scales, zero_points = block_linears.stacked(model, KERNELS, "linear", lambda: parts)
+    values = [value.const_value for value in (codes, scales, zero_points) if value is not None]
+    arrays = [value.numpy() for value in values if value is not None]
+    assert arrays[0].shape == KERNELS.codes_shape(61, 160, KERNELS.code_bits(parts[0]))
+    known = block_linears.attributes(parts[0], scales)
+    assert known["half_scales"] == half
+    device = Device(host())
+    shift = known["block_size"].bit_length() - 1
+    held = Weight(*(at(device.put(array)) for array in arrays), 61, known["K"], known["bits"], shift, int(half))
+    x, exact = rounded(np.random.default_rng(5).standard_normal((3, 160)).astype(np.float32), "F16")
+    matrix = np.concatenate([part.dequantize() for part in parts]).astype(np.float64)
+    np.testing.assert_allclose(block_linear(device, held, "F16", x), exact @ matrix.T, rtol=1e-5, atol=1e-5)
+    device.free()
