@@ -43,7 +43,7 @@ LONG = frozenset(
     f"test_{name}.py"
     for name in (
         *("endurance", "passes_one_by_one", "pipeline", "registry_to_server", "verdict_routes"),
-        *("families", "sanitizers", "export", "registry", "resume", "stored_types", "trace"),
+        *("families", "sanitizers", "export", "registry", "resume", "stored_types", "trace", "cuda", "cuda_cubins"),
     )
 )
 

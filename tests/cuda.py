@@ -101,10 +101,13 @@ class Device:
         launches = (Launch * 4)()
         count = getattr(self._library, f"tapeout_cuda_{name}")(ctypes.byref(parameters), *arguments, launches)
         for one in launches[:count]:
-            error = self._library.tapeout_cuda_launch(ctypes.byref(one), self.order)
-            if error:
-                raise RuntimeError(f"{one.kernel.decode()}: {error.decode()}")
+            self.run(one)
         return [one.kernel.decode() for one in launches[:count]]
+
+    def run(self, launch: Launch) -> None:
+        error = self._library.tapeout_cuda_launch(ctypes.byref(launch), self.order)
+        if error:
+            raise RuntimeError(f"{launch.kernel.decode()}: {error.decode()}")
 
     def free(self) -> None:
         """Arrays of this device may not be used any more."""

@@ -43,12 +43,17 @@ def installed(package: str) -> bool:
 needs_nvrtc = pytest.mark.skipif(not installed(compiler.NVRTC), reason=f"{compiler.NVRTC} is not installed")
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def kernels(request: pytest.FixtureRequest) -> dict[str, Kernel]:
+@pytest.fixture(scope="module")
+def cubins() -> dict[str, Path]:
     for package in (compiler.NVRTC, DISASSEMBLER):
         if not installed(package):
             pytest.skip(f"{package} is not installed")
-    return kernels_of(compiler.cubin(request.param))
+    return compiler.cubins()
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def kernels(request: pytest.FixtureRequest, cubins: dict[str, Path]) -> dict[str, Kernel]:
+    return kernels_of(cubins[request.param])
 
 
 def test_every_kernel_is_there_and_has_registers_for_all(kernels: dict[str, Kernel]) -> None:

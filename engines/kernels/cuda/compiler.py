@@ -15,11 +15,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
 from engines.kernels.cpu import LEVELS, compiler
 from engines.kernels.cuda import ARCHITECTURES, HOST
+from tapeout.cores import physical_cores
 from tapeout.errors import BuildError
 
 SOURCE = Path(__file__).parent / "source"
@@ -53,6 +55,12 @@ def cubin(architecture: str, source: Path | None = None) -> Path:
         _path(source, (NVRTC, wheel.version, *flags), f"cuda-{architecture}.cubin"),
         lambda path: path.write_bytes(_nvrtc(folder, source, flags)),
     )
+
+
+def cubins() -> dict[str, Path]:
+    """Machine code for all of ``ARCHITECTURES``, by name; as many are compiled at once as there are cores."""
+    with ThreadPoolExecutor(physical_cores()) as pool:
+        return dict(zip(ARCHITECTURES, pool.map(cubin, ARCHITECTURES), strict=True))
 
 
 def host_library(source: Path | None = None) -> Path:
