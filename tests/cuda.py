@@ -161,10 +161,12 @@ def weight(device: Device, linear: QuantizedWeight, bits: int | None = None, *, 
     return Weight(at(codes), at(device.put(scales)), at(zero_points), outputs, columns, bits, shift, half)
 
 
-def block_linear(device: Device, w: Weight, kind: str, x: Array, bias: Array | None = None) -> NDArray[np.float32]:
-    """``x`` [M, K] in 16 bits; [M, N]."""
+def block_linear(
+    device: Device, w: Weight, kind: str, x: Array, bias: Array | None = None, *, many_blocks: int = 64
+) -> NDArray[np.float32]:
+    """``x`` [M, K] in 16 bits; [M, N]. ``many_blocks``: from so many on the kernel for many tokens is launched."""
     y = device.empty((len(x), w.N), np.float32)
     bias = None if bias is None else device.put(bias)
     parameters = BlockLinear(w, at(device.put(x)), at(bias), at(y), len(x))
-    device.launch("block_linear", parameters, TYPES.index(kind))
+    device.launch("block_linear", parameters, TYPES.index(kind), many_blocks)
     return y.copy()

@@ -145,6 +145,13 @@ WRONG = {
     "a linear lacks the barrier before its warps are added": Wrong(
         "block_linear.cu", "    __syncthreads();\n    const int i = done", "    const int i = done", linear_reference
     ),
+    "many tokens lack the barrier after activations are staged": Wrong(
+        "block_linear.cu", "    __syncthreads();\n    WeightChunk<BITS> now", "    WeightChunk<BITS> now",
+        linear_reference,
+    ),
+    "parts of many tokens are one sum": Wrong(
+        "block_linear.cu", "if (!last) continue;", "if (first < WARPS && first < chunks) continue;", linear_batches
+    ),
     "a norm lacks its barrier": Wrong("rows.cu", "  __syncthreads();\n  float all", "  float all", norm),
     "a prompt lacks the barrier after a block is staged": Wrong(
         "attention.cu", "memory);\n    __syncthreads();", "memory);", attention_reference()

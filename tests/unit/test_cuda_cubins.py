@@ -19,6 +19,7 @@ LINEARS = {
     for bits in (4, 5, 6, 8)
     for groups in (1, 2, 4, 8)
 }
+MANY = {f"block_linear_{kind}_{bits}_many": (256, 1) for kind in ("F16", "BF16") for bits in (4, 5, 6, 8)}
 HEADS = {(cache, channels) for cache in ("Int8", "Half") for channels in (64, 128, 256)}
 PARTS = {f"attention_parts_{cache}_{channels}": (256, 1) for cache, channels in HEADS}
 PROMPTS = {f"attention_prompt_{cache}_{channels}": (128, 2) for cache, channels in HEADS}
@@ -28,7 +29,7 @@ ROWS = {
     "attention_combine": (128, 4),
     "argmax_rows": (32, 16),
 }
-LIMITS = LINEARS | PARTS | PROMPTS | ROWS
+LIMITS = LINEARS | MANY | PARTS | PROMPTS | ROWS
 REGISTERS = 65536  # of a multiprocessor
 
 
@@ -77,6 +78,10 @@ def test_matmuls_are_on_tensor_cores_and_load_16_bytes(kernels: dict[str, Kernel
         once = kernel.count("LDG", "128", "NA")  # codes, when the kernel begins and for later chunks
         assert once >= 2 * tiles * ahead * (2 if bits == "8" else 1), name
         assert kernel.count("LDG", "128") - once >= 2 * int(groups) * ahead, name  # activations
+    for name in MANY:
+        assert kernels[name].count("HMMA", "16816", "F32") == 64, name
+        assert kernels[name].count("LDS", "128") >= 16, name
+        assert kernels[name].count("LDG", "128") >= 8, name
     for name in PARTS | PROMPTS:
         channels = int(name.rpartition("_")[2])
         scores = 8 * channels // 16

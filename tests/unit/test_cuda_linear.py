@@ -52,9 +52,9 @@ def test_a_linear_equals_its_reference(
     held = weight(device, linear, half=half)
     bias = np.random.default_rng(2).standard_normal(outputs).astype(np.float32)
     matrix = linear.dequantize().astype(np.float64)
-    for count, added in ((1, None), (9, bias), (21, None), (33, bias)):
+    for count, added in ((1, None), (9, bias), (21, None), (33, bias), (131, bias)):
         x, exact = rounded(activations(count, columns), kind)
-        y = block_linear(device, held, kind, x, added)
+        y = block_linear(device, held, kind, x, added, many_blocks=1)
         offset = 0 if added is None else added.astype(np.float64)
         sizes = np.abs(exact) @ np.abs(matrix).T + np.abs(offset)
         over = np.abs(y - (exact @ matrix.T + offset)) - sizes * ROUNDING * (SPAN + columns / SPAN + WARPS)
@@ -85,6 +85,7 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(device: Device, kind: 
     held = weight(device, random_linear(48, 704, Scheme(bits=bits, group_size=64)))
     x, _ = rounded(activations(70, 704), kind)
     together = block_linear(device, held, kind, x)
+    assert np.array_equal(block_linear(device, held, kind, x, many_blocks=1), together)
     for tokens in (slice(0, 1), slice(6, 7), slice(60, 70), slice(3, 30), slice(2, 40)):
         assert np.array_equal(block_linear(device, held, kind, x[tokens]), together[tokens])
 
@@ -94,7 +95,9 @@ def test_results_do_not_depend_on_the_order_of_threads() -> None:
     for order in ORDERS:
         device = Device(host(), order)
         held = weight(device, random_linear(37, 192, Scheme(bits=4, group_size=32)))
-        results.append(block_linear(device, held, "F16", rounded(activations(40, 192), "F16")[0]))
+        x, _ = rounded(activations(70, 192), "F16")
+        results.append(block_linear(device, held, "F16", x, many_blocks=1))
+        assert np.array_equal(results[-1], block_linear(device, held, "F16", x))
         device.free()
     assert np.isfinite(results[0]).all()
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])

@@ -9,14 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.kernels.cuda.packing import by_row_pair, chunks_of, packed, tiles_of
-from engines.kernels.operators import OPERATORS
 from tapeout.quantized import QuantizedWeight, format_of
 
 CODE_BITS = (4, 5, 6, 8)
 SMALLEST_BLOCK = 32  # input channels: two mma of 16 are summed before they are scaled
 CACHES = ("float16", "int8")
 HEAD_SIZES = (64, 128, 256)
-NOT_HERE = frozenset({"QuantizeActivations"})  # activations are 16-bit floats
+COMPUTED = frozenset(
+    (
+        *("BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear", "HeadLinear"),
+        *("BlockGather", "CachedAttention", "NormRows"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,10 @@ class CudaKernels:
         return True
 
     def unsupported(self, operator: str) -> str:
-        if operator not in OPERATORS or operator in NOT_HERE:
-            return f"CUDA kernels have no {operator}"
-        return ""
+        return "" if operator in COMPUTED else f"CUDA kernels have no {operator}"
 
     def unsupported_weight(self, weight: QuantizedWeight) -> str:
-        size, columns = weight.group_size, weight.codes.shape[1]
+        size, columns = weight.group_size, weight.codes.shape[-1]
         if not format_of(weight.scheme).integer_bits or weight.scheme.activations == "int8":
             return f"CUDA kernels take no weights in {weight.scheme.name}"
         if size < SMALLEST_BLOCK or size & (size - 1) or columns % size:

@@ -22,6 +22,15 @@ struct WeightChunk {
   RowPair rows[2]; /* for each span */
 };
 
+template <int BITS>
+__device__ __forceinline__ void load_chunk(const Weight& w, int tile, int chunks, int chunk, WeightChunk<BITS>& to) {
+  const int lane = threadIdx.x % WARP;
+  const uint32_t sixteens = (uint32_t)(tile * chunks + chunk) * (8 * BITS); /* bytes before it, by 16: fits 32 bits */
+  to.codes.load(w.codes + (uint64_t)sixteens * 16, lane);
+  to.rows[0] = load_rows<BITS>(w, tile, chunk * CHUNK, lane / 4);
+  to.rows[1] = load_rows<BITS>(w, tile, chunk * CHUNK + SPAN, lane / 4);
+}
+
 /* The mma operands of a span. */
 template <class T, int BITS, int span>
 __device__ __forceinline__ void decode_span(const WeightChunk<BITS>& w, uint4 (&operands)[2]) {
@@ -57,6 +66,22 @@ __device__ __forceinline__ void add_span(const WeightChunk<BITS> (&weights)[TILE
   }
 }
 
+/* Writes a tile's results of eight tokens: a lane has two tokens of rows g and g + 8. */
+__device__ __forceinline__ void store_results(const BlockLinear& p, int tile, int first_token, float4 sum) {
+  const int lane = threadIdx.x % WARP, row = tile * TILE + lane / 4, token = first_token + lane % 4 * 2;
+  const int64_t N = p.weight.N;
+  if (row < p.weight.N) {
+    const float bias = p.bias ? p.bias[row] : 0;
+    if (token < p.M) p.y[token * N + row] = sum.x + bias;
+    if (token + 1 < p.M) p.y[(token + 1) * N + row] = sum.y + bias;
+  }
+  if (row + 8 < p.weight.N) {
+    const float bias = p.bias ? p.bias[row + 8] : 0;
+    if (token < p.M) p.y[token * N + row + 8] = sum.z + bias;
+    if (token + 1 < p.M) p.y[(token + 1) * N + row + 8] = sum.w + bias;
+  }
+}
+
 /* Results of the warps are added in shared memory, ADDED tiles at a time, a lane's four as one. */
 template <int TILES, int GROUPS>
 __device__ __forceinline__ void add_warps(const BlockLinear& p, int first_tile, int first_token,
@@ -78,19 +103,7 @@ __device__ __forceinline__ void add_warps(const BlockLinear& p, int first_tile, 
       const float4 more = memory.sums[warp][other][lane];
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
-    const int row = (first_tile + i / GROUPS) * TILE + lane / 4;
-    const int token = first_token + i % GROUPS * TOKENS + lane % 4 * 2;
-    const int64_t N = p.weight.N;
-    if (row < p.weight.N) {
-      const float bias = p.bias ? p.bias[row] : 0;
-      if (token < p.M) p.y[token * N + row] = sum.x + bias;
-      if (token + 1 < p.M) p.y[(token + 1) * N + row] = sum.y + bias;
-    }
-    if (row + 8 < p.weight.N) {
-      const float bias = p.bias ? p.bias[row + 8] : 0;
-      if (token < p.M) p.y[token * N + row + 8] = sum.z + bias;
-      if (token + 1 < p.M) p.y[(token + 1) * N + row + 8] = sum.w + bias;
-    }
+    store_results(p, first_tile + i / GROUPS, first_token + i % GROUPS * TOKENS, sum);
   }
 }
 
@@ -103,15 +116,10 @@ __device__ __forceinline__ void block_linear(const BlockLinear& p) {
   const uint16_t* x = static_cast<const uint16_t*>(p.x) + (int64_t)(first_token + g) * w.K + 8 * t;
 
   WeightChunk<BITS> ahead[DEPTH][TILES];
-  auto load = [&](int chunk, WeightChunk<BITS>(&to)[TILES]) {
-    if (chunk >= chunks) return;
+  const auto load = [&](int chunk, WeightChunk<BITS>(&to)[TILES]) {
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-      const int tile = first_tile + i;
-      to[i].codes.load(w.codes + ((int64_t)tile * chunks + chunk) * (TILE * CHUNK / 8 * BITS), lane);
-      to[i].rows[0] = load_rows<BITS>(w, tile, chunk * CHUNK, g);
-      to[i].rows[1] = load_rows<BITS>(w, tile, chunk * CHUNK + SPAN, g);
-    }
+    for (int i = 0; i < TILES; i++)
+      if (chunk < chunks) load_chunk(w, first_tile + i, chunks, chunk, to[i]);
   };
 
   float4 sums[TILES][GROUPS];
@@ -133,16 +141,93 @@ __device__ __forceinline__ void block_linear(const BlockLinear& p) {
   add_warps(p, first_tile, first_token, sums);
 }
 
+/* Many tokens: a block has 128 outputs of 128 tokens. A warp has 32 of these outputs and 64 of the tokens, and passes all
+   channels in the order in which the kernel above adds them up: the chunks of its first warp, then those of its second. So
+   the bits are the same. A chunk's activations are staged in shared memory, while registers take the next one's. */
+enum { MANY_TILES = 8, MANY_TOKENS = 128, WARP_TILES = 2, WARP_GROUPS = 8, PIECES = CHUNK / 8, STAGED = 4 };
+
+struct ManyMemory {
+  uint4 x[MANY_TOKENS][PIECES + 4];                    /* rows at a distance that avoids bank conflicts */
+  float4 total[WARPS][WARP_TILES * WARP_GROUPS][WARP]; /* of the channels of earlier warps above */
+};
+
+template <class T, int BITS>
+__device__ __forceinline__ void block_linear_many(const BlockLinear& p) {
+  ManyMemory& memory = shared_memory<ManyMemory>();
+  const Weight& w = p.weight;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+  const int first_tile = (int)blockIdx.x * MANY_TILES + warp / 2 * WARP_TILES,
+            first_token = (int)blockIdx.y * MANY_TOKENS;
+  const int chunks = parts_of(w.K, CHUNK), token = warp % 2 * WARP_GROUPS * TOKENS + g; /* this lane's, in the block */
+  const bool here = first_tile * TILE < w.N;
+  const uint16_t* x = reinterpret_cast<const uint16_t*>(memory.x[token]) + 8 * t;
+
+  WeightChunk<BITS> weights[WARP_TILES];
+  uint4 staged[STAGED];
+  const auto load = [&](int chunk) {
+#pragma unroll
+    for (int i = 0; i < WARP_TILES; i++)
+      if (here) load_chunk(w, first_tile + i, chunks, chunk, weights[i]);
+#pragma unroll
+    for (int i = 0; i < STAGED; i++) {
+      const int at = i * WARPS * WARP + threadIdx.x, row = first_token + at / PIECES,
+                piece = chunk * PIECES + at % PIECES;
+      const uint32_t from = (uint32_t)row * (uint32_t)(w.K / 8) + (uint32_t)piece; /* in 16 bytes: fits 32 bits */
+      staged[i] = row < p.M && piece < w.K / 8 ? static_cast<const uint4*>(p.x)[from] : zeros();
+    }
+  };
+
+  float4 sums[WARP_TILES][WARP_GROUPS];
+#pragma unroll
+  for (int i = 0; i < WARP_TILES * WARP_GROUPS; i++)
+    memory.total[warp][i][lane] = sums[i / WARP_GROUPS][i % WARP_GROUPS] = make_float4(0, 0, 0, 0);
+  load(0);
+  for (int first = 0, chunk = 0; first < WARPS && first < chunks;) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < STAGED; i++) {
+      const int at = i * WARPS * WARP + threadIdx.x;
+      memory.x[at / PIECES][at % PIECES] = staged[i];
+    }
+    __syncthreads();
+    WeightChunk<BITS> now[WARP_TILES];
+#pragma unroll
+    for (int i = 0; i < WARP_TILES; i++) now[i] = weights[i];
+    const bool both = chunk * CHUNK + SPAN < w.K, last = chunk + WARPS >= chunks; /* last: of a warp above */
+    if (last) first++;
+    chunk = last ? first : chunk + WARPS;
+    if (first < WARPS && chunk < chunks) load(chunk);
+    if (!here) continue;
+    const int64_t stride = sizeof(memory.x[0]) / 2; /* of 16-bit floats */
+    add_span<T, BITS, WARP_TILES, WARP_GROUPS, 0>(now, x, stride, MANY_TOKENS, sums);
+    if (both) add_span<T, BITS, WARP_TILES, WARP_GROUPS, 1>(now, x, stride, MANY_TOKENS, sums);
+    if (!last) continue;
+#pragma unroll
+    for (int i = 0; i < WARP_TILES * WARP_GROUPS; i++) {
+      float4 &total = memory.total[warp][i][lane], &sum = sums[i / WARP_GROUPS][i % WARP_GROUPS];
+      total = make_float4(total.x + sum.x, total.y + sum.y, total.z + sum.z, total.w + sum.w);
+      sum = make_float4(0, 0, 0, 0);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < WARP_TILES * WARP_GROUPS; i++)
+    store_results(p, first_tile + i / WARP_GROUPS, first_token + token - g + i % WARP_GROUPS * TOKENS,
+                  memory.total[warp][i][lane]);
+}
+
 /* Tiles of 16 outputs, groups of 8 tokens, chunks ahead: launch.cpp chooses by the number of tokens. */
 #define BLOCK_LINEAR(T, bits, tiles, groups, depth)                                            \
   KERNEL(block_linear_##T##_##bits##_##groups, BlockLinear, WARPS* WARP, groups > 4 ? 1 : 2) { \
     block_linear<T, bits, tiles, groups, depth>(p);                                            \
   }
-#define BLOCK_LINEARS(T, bits)   \
-  BLOCK_LINEAR(T, bits, 1, 1, 4) \
-  BLOCK_LINEAR(T, bits, 1, 2, 2) \
-  BLOCK_LINEAR(T, bits, 2, 4, 1) \
-  BLOCK_LINEAR(T, bits, 2, 8, 1)
+#define BLOCK_LINEARS(T, bits)                                            \
+  BLOCK_LINEAR(T, bits, 1, 1, 4)                                          \
+  BLOCK_LINEAR(T, bits, 1, 2, 2)                                          \
+  BLOCK_LINEAR(T, bits, 2, 4, 1)                                          \
+  BLOCK_LINEAR(T, bits, 2, 8, 1)                                          \
+  KERNEL(block_linear_##T##_##bits##_many, BlockLinear, WARPS* WARP, 1) { \
+    block_linear_many<T, bits>(p);                                        \
+  }
 BLOCK_LINEARS(F16, 4)
 BLOCK_LINEARS(F16, 5)
 BLOCK_LINEARS(F16, 6)

@@ -21,11 +21,18 @@ static void set(Launch* launch, const void* parameters, uint32_t x, uint32_t y, 
   launch->threads = threads, launch->shared_bytes = shared_bytes;
 }
 
-/* Groups of eight tokens that a block has at once: more use each weight more often, and more registers. */
-extern "C" EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, Launch* launch) {
+/* Groups of eight tokens that a block has at once: more use each weight more often, and more registers. Many tokens where
+   that makes blocks for half of a GPU or more. */
+extern "C" EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_blocks,
+                                                  Launch* launch) {
   const uint32_t groups = p->M <= 8 ? 1 : p->M <= 16 ? 2 : p->M <= 32 ? 4 : 8, tiles = groups < 4 ? 1 : 2;
-  snprintf(launch->kernel, sizeof launch->kernel, "block_linear_%s_%d_%u", bfloat16 ? "BF16" : "F16", p->weight.bits,
-           groups);
+  const char* type = bfloat16 ? "BF16" : "F16";
+  if (p->M > 64 && parts(p->weight.N, 128) * parts(p->M, 128) >= many_blocks) {
+    snprintf(launch->kernel, sizeof launch->kernel, "block_linear_%s_%d_many", type, p->weight.bits);
+    set(launch, p, parts(p->weight.N, 128), parts(p->M, 128), 1, 256, 128 * 192 + 8 * 16 * WARP_BYTES);
+    return 1;
+  }
+  snprintf(launch->kernel, sizeof launch->kernel, "block_linear_%s_%d_%u", type, p->weight.bits, groups);
   set(launch, p, parts(p->weight.N, 16 * tiles), parts(p->M, 8 * groups), 1, 256,
       8 * WARP_BYTES * least(tiles * groups, 8));
   return 1;

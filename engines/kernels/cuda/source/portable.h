@@ -12,6 +12,7 @@ typedef unsigned short uint16_t;
 typedef int int32_t;
 typedef unsigned int uint32_t;
 typedef long long int64_t;
+typedef unsigned long long uint64_t;
 
 /* A kernel takes one struct, which lies in constant memory, and at least `blocks` of its blocks fit a multiprocessor. */
 #define KERNEL(name, Parameters, threads, blocks) \
