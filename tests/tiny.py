@@ -1,17 +1,19 @@
-"""A tiny llama with meaningful weights, trained in seconds on text every Python carries, for tests.
+"""Tiny models with meaningful weights, trained in seconds on text every Python carries, for tests.
 
 Random weights cannot tell a good quantizer from a bad one: their logits are noise, and no margin or agreement means
-anything. This model (4 layers, hidden 128, 4 heads over 2 KV heads, 1,024 byte-level BPE tokens) has read the
-language reference in ``pydoc_data.topics`` and predicts held-out passages of it far better than token frequencies do.
+anything. These models (4 layers, hidden 128, 4 heads over 2 KV heads, 1,024 byte-level BPE tokens) have read the
+language reference in ``pydoc_data.topics`` and predict held-out passages of it far better than token frequencies do.
+Three of the four layers of the lfm2 are short convolutions.
 
-It is trained once per machine, and again when this file or a version that shapes its weights changes.
+Each is trained once per machine, and again when this file or a version that shapes its weights changes.
 """
 
 from __future__ import annotations
 
 import platform
 import random
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -26,6 +28,15 @@ HELD_OUT_EVERY = 6  # every sixth passage is never trained on
 STEPS, BATCH, WINDOW, LEARNING_RATE = 480, 8, 96, 6e-3
 SEED = 20
 
+# By model type of transformers: what its configuration says beyond the sizes that all of them share.
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "lfm2": {
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,  # else the size of the MLP is not the one given
+    },
+}
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -33,7 +44,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_texts(count: int, seed: int) -> list[str]:
-    """``count`` different passages of about 280 tokens (186 at least, on Python 3.11) the model was not trained on.
+    """``count`` different passages of about 280 tokens (186 at least, on Python 3.11) that no model was trained on.
 
     Two seeds draw from the same passages, so for disjoint sets take one longer draw and cut it.
     """
@@ -43,9 +54,12 @@ def tiny_texts(count: int, seed: int) -> list[str]:
     return random.Random(seed).sample(held_out, count)
 
 
-def tiny_checkpoint() -> Path:
-    """The Hugging Face checkpoint folder: weights, tokenizer, chat template, generation config with a stop token."""
-    return kept("tiny-llama", _key(), _train)
+def tiny_checkpoint(architecture: str = "llama") -> Path:
+    """The Hugging Face checkpoint folder: weights, tokenizer, chat template, generation config with a stop token.
+
+    ``architecture``: of :data:`ARCHITECTURES`.
+    """
+    return kept(f"tiny-{architecture}", _key(), partial(_train, architecture))
 
 
 @cache
@@ -99,9 +113,9 @@ def _tokenizer(texts: list[str]) -> Any:
     return tokenizer
 
 
-def _train(folder: Path) -> None:
+def _train(architecture: str, folder: Path) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     texts = [text for i, text in enumerate(_passages()) if i % HELD_OUT_EVERY]
     tokenizer = _tokenizer(texts)
@@ -115,8 +129,9 @@ def _train(folder: Path) -> None:
     random_state = torch.get_rng_state()
     torch.manual_seed(SEED)
     try:
-        model = LlamaForCausalLM(
-            LlamaConfig(
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(
+                architecture,
                 vocab_size=VOCAB_SIZE,
                 hidden_size=128,
                 intermediate_size=256,
@@ -128,6 +143,7 @@ def _train(folder: Path) -> None:
                 bos_token_id=start,
                 eos_token_id=stop,
                 pad_token_id=tokenizer.pad_token_id,
+                **ARCHITECTURES[architecture],
             )
         )
         model.train()
