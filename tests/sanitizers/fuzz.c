@@ -139,8 +139,8 @@ typedef struct {
   int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, packed; /* of attention */
   int bits, cache; /* of its cache: of a channel, and the type */
   float softcap, scale, epsilon;
-  uint64_t quantized, clipped;  /* activations that the process counted before the run */
-  Value key_cache, value_cache; /* as they were before the run */
+  uint64_t quantized, clipped;         /* activations that the process counted before the run */
+  Value key_cache, value_cache, state; /* as they were before the run */
 } Node;
 
 enum { LAST_AXIS = 1, TYPE = 2, PRESENCE = 4, ALIGNMENT = 8, ALL = 15 };
@@ -148,7 +148,12 @@ enum { LAST_AXIS = 1, TYPE = 2, PRESENCE = 4, ALIGNMENT = 8, ALL = 15 };
 static void release_node(Node* node) {
   release_context(&node->context);
   release_weights(&node->weights);
-  release_value(&node->key_cache), release_value(&node->value_cache);
+  release_value(&node->key_cache), release_value(&node->value_cache), release_value(&node->state);
+}
+
+static void copy_value(const Value* from, Value* to) {
+  new_value(to, from->type, from->rank, from->dims);
+  if (to->data) memcpy(to->data, from->data, elements_of(from) * size_of(from->type));
 }
 
 static void expect_success(Node* node, Status* status) {
@@ -157,6 +162,10 @@ static void expect_success(Node* node, Status* status) {
 static void expect_status(Node* node, Status* status, const char* why) {
   if (!status) fail("%s: %s was accepted", node->what, why);
   drop_status(status);
+}
+
+static int32_t int_of(const Node* node, int input, int64_t index) {
+  return ((int32_t*)node->context.inputs[input].data)[index];
 }
 
 static void write_value(const Node* node, const Value* value) {
@@ -473,6 +482,104 @@ static void check_norm_rows(const Node* node) {
   }
 }
 
+/* --- convolutions ----------------------------------------------------------------------------------------------- */
+
+enum { CONV_X, CONV_WEIGHT, CONV_BIAS, CONV_STATE, CONV_OFFSETS, CONV_STARTS, CONV_SLOTS, CONV_INPUTS };
+
+/* The weight and the state of `taps`, as random as the tokens are. */
+static void new_taps(Node* node, int64_t taps, int64_t rows, int64_t C) {
+  Value* in = node->context.inputs;
+  new_value(&in[CONV_WEIGHT], FLOAT, 2, (int64_t[]){taps, C});
+  new_value(&in[CONV_STATE], FLOAT, 3, (int64_t[]){rows, taps - 1, C});
+  fill_floats(&in[CONV_WEIGHT], 1), fill_floats(&in[CONV_STATE], 1);
+}
+
+static Node new_conv(void) {
+  Node node = {.what = "CausalConv", .op = find_op("CausalConv"), .B = one_in(10) ? 0 : random_int(1, 4)};
+  Value* in = node.context.inputs;
+  const int64_t C = one_in(4) ? random_int(250, 600) : random_int(1, 50), taps = one_in(2) ? 3 : random_int(2, 16);
+  const int64_t rows = node.B + random_int(0, 3);
+  new_value(&in[CONV_OFFSETS], INT32, 1, (int64_t[]){node.B + 1});
+  new_value(&in[CONV_STARTS], INT32, 1, &node.B);
+  new_value(&in[CONV_SLOTS], INT32, 1, &node.B);
+  int32_t *offsets = in[CONV_OFFSETS].data, *starts = in[CONV_STARTS].data, *slots = in[CONV_SLOTS].data;
+  offsets[0] = 0;
+  for (int64_t b = 0; b < node.B; b++) {
+    offsets[b + 1] = offsets[b] + (int32_t)(one_in(3) ? 1 : random_int(0, 20));
+    starts[b] = one_in(2) ? 0 : (int32_t)PICK(1, 2, 17, INT32_MAX);
+    do {
+      slots[b] = (int32_t)random_int(0, rows - 1); /* a row of its own */
+      for (int64_t i = 0; i < b; i++)
+        if (slots[i] == slots[b]) slots[b] = -1;
+    } while (slots[b] < 0);
+  }
+  const size_t rank = (size_t)random_int(2, 4);
+  const int64_t dims[] = {1, 1, offsets[node.B], C};
+  new_value(&in[CONV_X], FLOAT, rank, dims + 4 - rank);
+  fill_floats(&in[CONV_X], 1);
+  new_taps(&node, taps, rows, C);
+  if (one_in(2)) {
+    new_value(&in[CONV_BIAS], FLOAT, 1, &C);
+    fill_floats(&in[CONV_BIAS], 1);
+  }
+  const float extremes[] = {NAN, INFINITY, -INFINITY, FLT_MAX, 1e-42f};
+  for (int i = CONV_X; i <= CONV_STATE; i += CONV_STATE)
+    for (int64_t j = 0, count = one_in(6) ? elements_of(&in[i]) : 0; j < count; j++)
+      if (one_in(9)) ((float*)in[i].data)[j] = extremes[random_int(0, 4)];
+  copy_value(&in[CONV_STATE], &node.state);
+  for (int i = 0; i < CONV_INPUTS; i++) node.changed[i] = i == CONV_BIAS ? LAST_AXIS | TYPE | ALIGNMENT : ALL;
+  node.context.input_count = CONV_INPUTS;
+  node.context.written = 1 << CONV_STATE;
+  return node;
+}
+
+static int same_float(float a, float b) {
+  return a == b || (isnan(a) && isnan(b));
+}
+
+/* The value `back` tokens before token `s` of a sequence: of its own tokens, or of the state before the run. */
+static float conv_input(const Node* node, int64_t b, int64_t s, int64_t back, int64_t channel) {
+  const Value* in = node->context.inputs;
+  const int64_t C = in[CONV_WEIGHT].dims[1], kept = in[CONV_WEIGHT].dims[0] - 1;
+  if (s >= back) return ((float*)in[CONV_X].data)[(int_of(node, CONV_OFFSETS, b) + s - back) * C + channel];
+  if (!int_of(node, CONV_STARTS, b)) return 0;
+  return ((float*)node->state.data)[(int_of(node, CONV_SLOTS, b) * kept + kept + s - back) * C + channel];
+}
+
+/* Outputs to the bit, since the order of the sum is part of the operator; states of sequences with tokens are their last
+   inputs, and all others are as they were. */
+static void check_conv(const Node* node) {
+  const Value* in = node->context.inputs;
+  const int64_t C = in[CONV_WEIGHT].dims[1], taps = in[CONV_WEIGHT].dims[0], rows = in[CONV_STATE].dims[0];
+  const float *weight = in[CONV_WEIGHT].data, *bias = in[CONV_BIAS].data, *y = node->context.outputs[0].data;
+  const float *state = in[CONV_STATE].data, *before = node->state.data;
+  int64_t sequence_of[8];
+  for (int64_t row = 0; row < rows; row++) sequence_of[row] = -1;
+  for (int64_t b = 0; b < node->B; b++) {
+    const int64_t first = int_of(node, CONV_OFFSETS, b), count = int_of(node, CONV_OFFSETS, b + 1) - first;
+    if (count) sequence_of[int_of(node, CONV_SLOTS, b)] = b;
+    for (int64_t s = 0; s < count; s++)
+      for (int64_t i = 0; i < C; i++) {
+        float sum = in[CONV_BIAS].present ? bias[i] : 0;
+        for (int64_t k = 0; k < taps; k++) sum = fmaf(weight[k * C + i], conv_input(node, b, s, taps - 1 - k, i), sum);
+        const float found = y[(first + s) * C + i];
+        if (!same_float(found, sum))
+          fail("CausalConv: C %d taps %d: token %d of sequence %d, channel %d: %.9g, expected %.9g", (int)C, (int)taps,
+               (int)s, (int)b, (int)i, found, sum);
+      }
+  }
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t k = 0; k + 1 < taps; k++)
+      for (int64_t i = 0; i < C; i++) {
+        const int64_t at = (row * (taps - 1) + k) * C + i, b = sequence_of[row];
+        if (b < 0 && memcmp(&state[at], &before[at], sizeof *state))
+          fail("CausalConv: row %d of the state changed", (int)row);
+        const int64_t last = b < 0 ? 0 : int_of(node, CONV_OFFSETS, b + 1) - int_of(node, CONV_OFFSETS, b) - 1;
+        if (b >= 0 && !same_float(state[at], conv_input(node, b, last, taps - 2 - k, i)))
+          fail("CausalConv: the state of sequence %d is not that of its last tokens", (int)b);
+      }
+}
+
 /* --- attention -------------------------------------------------------------------------------------------------- */
 
 enum {
@@ -492,14 +599,6 @@ enum {
 };
 enum { NO_ROPE, HALVES, INTERLEAVED };
 
-static void copy_value(const Value* from, Value* to) {
-  new_value(to, from->type, from->rank, from->dims);
-  if (to->data) memcpy(to->data, from->data, elements_of(from) * size_of(from->type));
-}
-
-static int32_t int_of(const Node* node, int input, int64_t index) {
-  return ((int32_t*)node->context.inputs[input].data)[index];
-}
 static int64_t count_of(const Node* node, int64_t b) {
   return int_of(node, OFFSETS, b + 1) - int_of(node, OFFSETS, b);
 }
@@ -799,6 +898,32 @@ static const char* malform(Node* node, int64_t thing) {
       }
     }
   }
+  if (!strcmp(node->what, "CausalConv")) {
+    const int64_t b = random_int(0, node->B ? node->B - 1 : 0), rows = context->inputs[CONV_STATE].dims[0];
+    int32_t* offsets = context->inputs[CONV_OFFSETS].data;
+    switch (node->B ? random_int(0, 3) : 3) {
+      case 0: {
+        ((int32_t*)context->inputs[CONV_STARTS].data)[b] = (int32_t)PICK(-1, INT32_MIN);
+        return "a malformed start";
+      }
+      case 1: {
+        const int64_t wrong[] = {-1, INT32_MIN, offsets[node->B] + (int64_t)1, INT32_MAX};
+        offsets[random_int(0, node->B)] = (int32_t)wrong[random_int(0, 3)];
+        return "a malformed offset";
+      }
+      case 2: {
+        const int64_t wrong[] = {-1, INT32_MIN, rows, INT32_MAX};
+        ((int32_t*)context->inputs[CONV_SLOTS].data)[b] = (int32_t)wrong[random_int(0, 3)];
+        return "a malformed slot";
+      }
+      default: {
+        const int64_t C = context->inputs[CONV_WEIGHT].dims[1];
+        release_value(&context->inputs[CONV_WEIGHT]), release_value(&context->inputs[CONV_STATE]);
+        new_taps(node, PICK(1, 17, 40), rows, C);
+        return "a malformed number of taps";
+      }
+    }
+  }
   if (!strcmp(node->what, "BlockGather") && elements_of(&context->inputs[0])) {
     const int64_t N = node->weights.N, ids[] = {N, -N - 1, INT64_MIN, INT64_MAX};
     ((int64_t*)context->inputs[0].data)[0] = ids[random_int(0, 3)];
@@ -926,7 +1051,8 @@ static void run_draws(void) {
 
 static Node new_node(int64_t op) {
   if (op < 4) return new_linear(one_in(150) ? 32768 : 0);
-  return op == 4 ? new_gather() : op < 8 ? new_attention() : op == 8 ? new_quantize() : new_norm_rows();
+  if (op < 8) return op == 4 ? new_gather() : new_attention();
+  return op == 8 ? new_quantize() : op == 9 ? new_norm_rows() : new_conv();
 }
 static void check_node(Node* node) {
   write_results(node);
@@ -938,6 +1064,8 @@ static void check_node(Node* node) {
     check_quantize(node);
   else if (!strcmp(node->what, "NormRows"))
     check_norm_rows(node);
+  else if (!strcmp(node->what, "CausalConv"))
+    check_conv(node);
   else
     check_linear(node);
 }
@@ -947,7 +1075,8 @@ static void check_node(Node* node) {
 static int64_t random_thing(const Node* node) {
   const int64_t inputs = (int64_t)node->context.input_count, thing = random_int(0, inputs + 1);
   const int checks_values = !strcmp(node->what, "CachedAttention") || !strcmp(node->what, "BlockGather") ||
-                            !strcmp(node->what, "QuantizeActivations") || !strcmp(node->what, "NormRows");
+                            !strcmp(node->what, "QuantizeActivations") || !strcmp(node->what, "NormRows") ||
+                            !strcmp(node->what, "CausalConv");
   if (checks_values && one_in(2)) return MOST_INPUTS + 1;
   return thing < inputs ? thing : MOST_INPUTS + thing - inputs;
 }
@@ -965,13 +1094,15 @@ static void run_case(int64_t counts[4]) {
     counts[1]++;
     return;
   }
-  Node node = new_node(random_int(0, 9));
+  Node node = new_node(random_int(0, 10));
   const int64_t way = random_int(0, 9);
   use_threads = one_in(12);
   choose_threads_at_start = running_case % 4 == 0;
   constant_inputs = one_in(2) ? next_random() : 0;
   runs = is_linear(&node) && one_in(4) ? 3 : 1;
-  copies = strcmp(node.what, "QuantizeActivations") && one_in(4) ? 2 : 1; /* that one counts what it clips */
+  /* That one counts what it clips, and this one goes on with its state. */
+  const int once = !strcmp(node.what, "QuantizeActivations") || !strcmp(node.what, "CausalConv");
+  copies = !once && one_in(4) ? 2 : 1;
   if (way < 5) {
     expect_success(&node, run_node(node.op, &node.info, &node.context));
     check_node(&node);

@@ -226,6 +226,30 @@ DEFECTS = {
         "norm_rows.c", "(residual.present && !holds(&residual, FLOAT, x.elements))", "0", "accepted|overflow"
     ),
     "the epsilon is left out": Defect("norm_rows.c", "(float)K + w->epsilon", "(float)K", "NormRows.*expected"),
+    "a sequence begins with what its row of the state held": Defect(
+        "causal_conv.c", "if (w->starts[sequence])", "if (1)", "CausalConv.*expected"
+    ),
+    "a window loses a token": Defect(
+        "causal_conv.c", "k + 1 < K; k++) window[k]", "k + 2 < K; k++) window[k]", "CausalConv.*(expected|last tokens)"
+    ),
+    "the row of the state is a neighbour's": Defect(
+        "causal_conv.c", "(int64_t)w->slots[sequence] *", "sequence *", "CausalConv.*(expected|changed|last tokens)"
+    ),
+    "a sequence without tokens loses its state": Defect(
+        "causal_conv.c",
+        "if (w->offsets[sequence] == w->offsets[sequence + 1]) return;",
+        "",
+        "CausalConv.*changed",
+    ),
+    "a row may lie behind the state": Defect(
+        "causal_conv.c", "w->slots[b] >= rows", "w->slots[b] > rows", "AddressSanitizer|accepted|SEGV"
+    ),
+    "the last channels are a whole vector": Defect(
+        "causal_conv.c", "end - i < LANES ? end - i : LANES", "LANES", "heap-buffer-overflow"
+    ),
+    "there may be any number of taps": Defect(
+        "causal_conv.c", "weight.dims[0] > MOST_TAPS ||", "", "out of bounds|accepted|AddressSanitizer"
+    ),
     "the last activations are read as a whole vector": Defect(
         "quantize_activations.c", "load_first(x + i, count - i)", "load(x + i)", "heap-buffer-overflow"
     ),
