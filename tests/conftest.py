@@ -42,7 +42,7 @@ def pytest_collection_finish() -> None:
 LONG = frozenset(
     f"test_{name}.py"
     for name in (
-        *("endurance", "passes_one_by_one", "pipeline", "registry_to_server", "verdict_routes"),
+        *("endurance", "passes_one_by_one", "pipeline", "recurrent_pipeline", "registry_to_server", "verdict_routes"),
         *("families", "sanitizers", "export", "registry", "resume", "stored_types", "trace", "cuda", "cuda_cubins"),
     )
 )

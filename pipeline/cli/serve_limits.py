@@ -10,10 +10,20 @@ from evals.kinds.serving import DRAFT_TOKENS, MAX_RUNNING
 from runtime.gateway.http.listen import ServeError
 from runtime.wire.limits import Limits
 
-# Fact of a verdict -> field of the limits, option, and parameter of the recipe.
+# Fact of a verdict -> field of the limits, option, parameter of the recipe, and what else may have kept it low.
 LIMITS = {
-    MAX_RUNNING: ("max_running", "--max-running", "serving.max_running"),
-    DRAFT_TOKENS: ("max_draft_tokens", "--draft-tokens", "serving.draft_tokens"),
+    MAX_RUNNING: (
+        "max_running",
+        "--max-running",
+        "serving.max_running",
+        ", and build.slots where the engine had no room for more",
+    ),
+    DRAFT_TOKENS: (
+        "max_draft_tokens",
+        "--draft-tokens",
+        "serving.draft_tokens",
+        " (a model with recurrent state takes no drafts)",
+    ),
 }
 
 log = logging.getLogger("tapeout.server")
@@ -28,7 +38,7 @@ def limits_within(
     verdict that does not say what was measured.
     """
     limits = Limits()
-    for fact, (field, option, parameter) in LIMITS.items():
+    for fact, (field, option, parameter, cause) in LIMITS.items():
         value, default = wanted.get(field), int(getattr(limits, field))
         if fact not in facts:
             if not unsafe:
@@ -44,7 +54,8 @@ def limits_within(
             raise ServeError(
                 f"{option} {value} is more than the evidence about {source} covers",
                 expected=f"at most {most}, which was measured",
-                remedy=f"raise {parameter} in the recipe and run `dvc repro gate`, or accept the risk with --unsafe",
+                remedy=f"raise {parameter} in the recipe{cause}, and run `dvc repro gate`, or accept the risk with "
+                "--unsafe",
             )
         if value is not None and value > most:
             log.warning("--unsafe: %s %d, and %d was measured", option, value, most)
@@ -55,4 +66,4 @@ def limits_within(
 
 def require_covered(limits: Limits, facts: Mapping[str, float], source: str) -> None:
     """:class:`ServeError` unless the evidence about another engine covers the limits that a server runs with."""
-    limits_within({field: int(getattr(limits, field)) for field, _, _ in LIMITS.values()}, facts, source)
+    limits_within({field: int(getattr(limits, field)) for field, *_ in LIMITS.values()}, facts, source)

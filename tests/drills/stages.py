@@ -29,10 +29,11 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def write_project(folder: Path, given: dict[str, dict[str, Any]]) -> None:
+def write_project(folder: Path, given: dict[str, dict[str, Any]], architecture: str = "llama") -> None:
+    """A new folder with parameters and data. ``given``: changes to the parameters of the tiny project."""
     folder.mkdir()
     write_data(folder / "data", tiny_texts(64, 3))
-    recipe: dict[str, Any] = params(tiny_checkpoint(), folder / "data")
+    recipe: dict[str, Any] = params(tiny_checkpoint(architecture), folder / "data")
     for changes in (SMALL, given):
         for section, values in changes.items():
             recipe[section] = {**recipe.get(section, {}), **values}

@@ -1,0 +1,109 @@
+"""A trained model with short convolutions, from its checkpoint to a verdict, and served by it over HTTP."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx2
+import pytest
+from tokenizers import Tokenizer
+
+from engines.bundle import EngineBundle
+from engines.load import load
+from engines.sequences import Sequences
+from evals.check import Outcome
+from evals.verdict import Verdict
+from pipeline.stages import wiring
+from tapeout import artifact
+from tapeout.state import Recurrent
+from tests import command
+from tests.drills.stages import write_project
+from tests.native import own_cache
+
+ITEMS = 600  # fewer do not decide on the accuracy
+GIVEN = {
+    "evaluate": {"items": ITEMS},
+    "gate": {"min_items": ITEMS},
+    "benchmark": {"repeats": 5},  # fewer do not decide on the speed
+}
+NEW_TOKENS = 24
+PROMPT = "The list is a sequence of objects. " * 12  # more than one block
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which all stages ran once."""
+    folder = tmp_path_factory.mktemp("recurrent") / "project"
+    write_project(folder, GIVEN, "lfm2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        own_cache(patch, folder.with_name("cache"))
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
+        for name in wiring.STAGES:
+            wiring.run(name, Path("params.yaml"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(project: Path) -> Iterator[command.Running]:
+    """Of the candidate, by its own verdict."""
+    with command.served(str(project / "artifacts" / "candidate")) as running:
+        yield running
+        assert running.stop() == 0
+
+
+def test_the_verdict_of_a_sound_candidate_is_a_pass(project: Path) -> None:
+    verdict = artifact.load(project / "artifacts" / "verdict", Verdict).record
+    assert verdict.outcome is Outcome.PASS, verdict.headline
+    candidate = artifact.load(project / "artifacts" / "candidate", EngineBundle).record
+    assert candidate.operator_counts["CausalConv"] == 3
+    assert [one.layer for one in candidate.io.state if isinstance(one, Recurrent)] == [0, 1, 3]
+    quantized = {group for group, kernel in candidate.plan.items() if "fp32" not in kernel}
+    assert quantized & {"layers.0.conv_in", "layers.1.conv_in", "layers.3.conv_in"}
+
+
+def test_answers_are_those_of_the_engine_alone(project: Path, server: command.Running) -> None:
+    """Asked twice: the second time the prompt's first block and a snapshot of the convolutions are found."""
+    folder = project / "artifacts" / "candidate"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = [tokenizer.encode(PROMPT[cut:]).ids for cut in (0, 20, 40)]
+    with closing(Sequences(load(folder, threads=1))) as alone:
+        expected = [greedy(alone, prompt) for prompt in prompts]
+    for turn in range(2):
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "return_token_ids": True}
+            answer = httpx2.post(f"{server.url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60).json()
+            assert answer["choices"][0]["token_ids"] == tokens
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == (turn and (len(prompt) - 1) // 64 * 64)
+
+
+def test_slots_are_in_the_metrics(project: Path, server: command.Running) -> None:
+    metrics = httpx2.get(f"{server.url}/metrics", timeout=10).text
+    found = {
+        name: float(value) for name, value in re.findall(r"^(tapeout:state_slots\w*)\S* (\S+)$", metrics, re.MULTILINE)
+    }
+    assert found.keys() == {"tapeout:state_slots", "tapeout:state_slots_held", "tapeout:state_slots_cached"}
+    built = artifact.load_record(project / "artifacts" / "candidate", EngineBundle).record.io.slots
+    assert found["tapeout:state_slots"] == 2 * built
+    assert found["tapeout:state_slots_held"] == 0 and found["tapeout:state_slots_cached"] > 0
+
+
+def test_more_requests_at_once_than_slots_were_measured_with_are_refused(project: Path) -> None:
+    words = [*command.COMMAND, "serve", "artifacts/candidate", "--max-running", "9", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(command.ROOT)}
+    done = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "at most 8, which was measured" in " ".join(done.stderr.split())
+    assert "build.slots" in done.stderr
+
+
+def greedy(engine: Sequences, prompt: list[int]) -> list[int]:
+    tokens = [int(engine.prefill(0, prompt)[0].argmax())]
+    while len(tokens) < NEW_TOKENS:
+        tokens.append(int(engine.decode_greedy([tokens[-1]], [len(prompt) + len(tokens) - 1])[0]))
+    return tokens
