@@ -83,7 +83,7 @@ class ChainEngine:
                 states.append(chain(int(before), token))
                 self.paged[piece.blocks[position // size], position % size] = states[-1]
             if self.capabilities.slots:
-                before = self.recurrent[piece.slot] if position else BEGIN
+                before = self.recurrent[piece.slot] if position else self.first_state(piece.slot)
                 states.append(chain(int(before), token))
                 self.recurrent[piece.slot] = states[-1]
             if number in piece.positions:
@@ -93,6 +93,10 @@ class ChainEngine:
             if piece.snapshot >= 0:
                 self.copy_state(piece.slot, piece.snapshot)
         return rows
+
+    def first_state(self, slot: int) -> int:
+        """Of a sequence that begins, whatever its slot held."""
+        return BEGIN
 
     def prepare(self, ahead: int) -> bool:
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engines.sequences import Sequences, SlotEntry
@@ -39,10 +39,20 @@ CALLS = st.lists(
     max_size=12,
 )
 
+# Begun again with one token, of which no copy is kept, and back to where the copy of the tokens before was.
+BEGUN_AGAIN = [
+    ("prefill", 0, 0, 0, [1, 2], 0),
+    ("prefill", 0, 0, 0, [7], 0),
+    ("decode", 0, 0, 1, [8], 0),
+    ("decode", 0, 0, 2, [9], 0),
+    ("decode", 0, 0, 2, [9], 0),
+]
+
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=150, deadline=None)
 @given(calls=CALLS)
+@example(calls=BEGUN_AGAIN)
 def test_a_sequence_goes_on_at_any_position_that_it_holds(kind: str, calls: list[tuple[object, ...]]) -> None:
     engine, sequences = opened(kind)
     held: list[list[int]] = [[] for _ in range(SLOTS)]
