@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.bundle import EngineBundle
+from engines.bundle import SEQUENCE_SLOTS, EngineBundle, IOContract
 from engines.kernels import cpu as native
 from engines.kernels.cpu.compiler import COMPILER
 from engines.load import at_level
@@ -308,7 +308,18 @@ def bundle(folder: Path) -> Finding:
     except TapeoutError as error:
         return Finding(subject, Status.BROKEN, f"no: {error.found}", error.remedy)
     target = f"{found.record.target}{hardware.level and f':{hardware.level}'}"
-    return Finding(subject, Status.OK, f"yes: {target}, {found.record.precision}")
+    return Finding(subject, Status.OK, f"yes: {target}, {found.record.precision}{_recurrent(found.record.io)}")
+
+
+def _recurrent(io: IOContract) -> str:
+    """What recurrent state means for a server, where a model has some."""
+    if not io.slot_bytes:
+        return ""
+    slots = io.slots * SEQUENCE_SLOTS
+    return (
+        f"; {slots} slots of recurrent state of {io.slot_bytes / 1024:.1f} KiB, for requests that run and for "
+        "prefixes, and no drafts"
+    )
 
 
 def _ability(subject: str, needs: Iterable[Finding]) -> Finding:

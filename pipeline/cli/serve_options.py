@@ -20,9 +20,15 @@ class EngineOptions:
 
     threads: Threads = 0
     slots: Annotated[
-        int | None, typer.Option(help="KV memory for so many sequences of full length; by default as built.")
+        int | None,
+        typer.Option(
+            help="Memory for so many sequences of full length: their keys and values, and two slots each where the "
+            "model has recurrent state; by default as built."
+        ),
     ] = None
-    kv_bytes: Annotated[str | None, typer.Option(help="Instead of --slots: most memory of the KV cache: 2GiB.")] = None
+    kv_bytes: Annotated[
+        str | None, typer.Option(help="Instead of --slots: most memory of keys, values and recurrent state: 2GiB.")
+    ] = None
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")] = 1024
     max_running: Annotated[
         int | None, typer.Option(min=1, help="Requests that run at once; by default 64, or as many as were measured.")

@@ -18,6 +18,7 @@ from engines.load import load
 from engines.sequences import Sequences
 from evals.check import Outcome
 from evals.verdict import Verdict
+from pipeline.cli import doctor
 from pipeline.stages import wiring
 from tapeout import artifact
 from tapeout.state import Recurrent
@@ -95,11 +96,27 @@ def test_slots_are_in_the_metrics(project: Path, server: command.Running) -> Non
 
 
 def test_more_requests_at_once_than_slots_were_measured_with_are_refused(project: Path) -> None:
-    words = [*command.COMMAND, "serve", "artifacts/candidate", "--max-running", "9", "--port", "0"]
+    refused = refusal(project, "--max-running", "9")
+    assert "at most 8, which was measured" in refused and "build.slots" in refused
+    assert "at most 0, which was measured" in refusal(project, "--draft-tokens", "1")
+
+
+def test_more_slots_than_there_is_memory_for_are_refused(project: Path) -> None:
+    assert "slots of recurrent state take" in refusal(project, "--slots", "1000000000")
+
+
+def test_doctor_says_how_many_slots_a_bundle_has(project: Path) -> None:
+    found = doctor.bundle(project / "artifacts" / "candidate")
+    assert found.status is doctor.Status.OK and "16 slots of recurrent state of 3.0 KiB" in found.found
+
+
+def refusal(project: Path, *options: str) -> str:
+    """What ``tapeout serve`` says, in one line."""
+    words = [*command.COMMAND, "serve", "artifacts/candidate", *options, "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(command.ROOT)}
     done = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "at most 8, which was measured" in " ".join(done.stderr.split())
-    assert "build.slots" in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    return " ".join(done.stderr.split())
 
 
 def greedy(engine: Sequences, prompt: list[int]) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 
 from engines.targets.ort_cpu import buffers
 from engines.targets.ort_cpu.buffers import BlockMemory
+from tapeout.errors import ResourceError
 from tapeout.state import StateBuffer, paged_buffers
 from tests.native import makes_pages_ready
 from tests.states import attention
@@ -65,3 +66,17 @@ def test_a_system_that_cannot_is_not_asked_again(monkeypatch: pytest.MonkeyPatch
     memory = BlockMemory(CACHES)
     assert memory.make_ready(most=2, end=BLOCKS) is False, "who asks again while there is more to do would never end"
     assert memory.ready == BLOCKS and not memory.arrays["0.key"][:2].any()
+
+
+def test_more_state_than_the_system_has_room_for_is_refused() -> None:
+    with pytest.raises(ResourceError, match=r"no room for 4000000000\.0 GB of state") as refused:
+        BlockMemory([StateBuffer("0.key", (10**15, 1000), "float32")])
+    assert "--slots" in refused.value.remedy
+
+
+def test_more_slots_than_memory_is_available_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "available_memory", lambda: 3_000_000_000)
+    buffers.require_slots(30, 100_000_000)
+    with pytest.raises(ResourceError, match=r"31 slots of recurrent state take 3\.1 GB") as refused:
+        buffers.require_slots(31, 100_000_000)
+    assert refused.value.expected == "at most 3.0 GB, which is available" and "--kv-bytes" in refused.value.remedy

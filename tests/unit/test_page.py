@@ -130,6 +130,9 @@ def test_gauges_show_what_the_engine_reports(
             "aria-valuenow", f"{100 * held / 8:g}"
         )
         playwright.expect(page.locator("#prefix")).to_have_text(f"{100 * hits / 40:g} %")
+    playwright.expect(page.locator("#slots")).to_be_hidden()
+    client.stats = client.stats._replace(slots=16, slots_held=3, slots_cached=9)
+    playwright.expect(page.locator("#slots")).to_have_text("3 of 16 slots of recurrent state, 9 kept for prefixes")
     client.healthy = False
     playwright.expect(page.locator("#status")).to_contain_text("the engine has not reported")
 

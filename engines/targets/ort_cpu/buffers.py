@@ -16,6 +16,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from tapeout.errors import ResourceError
+from tapeout.resources import available_memory
 from tapeout.state import StateBuffer
 
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, which Python has no name for
@@ -116,6 +118,17 @@ class BlockMemory:
         return last < end
 
 
+def require_slots(slots: int, slot_bytes: int) -> None:
+    """:class:`ResourceError` where memory has less than so many slots of recurrent state: prefixes fill all of them."""
+    available = available_memory()
+    if slots * slot_bytes > available:
+        raise ResourceError(
+            f"{slots} slots of recurrent state take {slots * slot_bytes / 1e9:.1f} GB",
+            expected=f"at most {available / 1e9:.1f} GB, which is available",
+            remedy="open the engine for fewer sequences: --slots or --kv-bytes",
+        )
+
+
 def zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """An array in memory of :func:`_pages`."""
     return np.frombuffer(_pages(shape, dtype), dtype).reshape(shape)
@@ -126,8 +139,17 @@ def _pages(shape: tuple[int, ...], dtype: Any) -> mmap.mmap:
 
     ``numpy.zeros`` asks the operating system for huge pages, and a sequence's first token then takes 2 MB in every
     layer: for 32 sequences of 192 tokens the default model held 900 MB with them, and holds 370 without, as fast.
+    :class:`ResourceError` where the system has no room for it.
     """
-    pages = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    try:
+        pages = mmap.mmap(-1, size)
+    except (OSError, OverflowError) as error:
+        raise ResourceError(
+            f"the system has no room for {size / 1e9:.1f} GB of state: {error}",
+            expected="memory for the state of all sequences that the engine is opened for",
+            remedy="open it for fewer: --slots or --kv-bytes",
+        ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return pages

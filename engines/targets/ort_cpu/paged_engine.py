@@ -28,7 +28,7 @@ from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
 from engines.sessions import cpu_options, keep_mapped, open_session, threads_of
 from engines.state_slots import UNKNOWN, StateSlots
 from engines.step_inputs import StepPiece, check, not_finite, result_of, runs
-from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache, zeros
+from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache, require_slots, zeros
 from tapeout.artifact import Artifact
 from tapeout.state import NO_SLOT, Recurrent, paged_buffers, recurrent_buffers
 
@@ -51,6 +51,7 @@ class PagedEngine:
         io = bundle.record.io
         blocks = sequences * -(-io.max_tokens // BLOCK_TOKENS) if io.token_bytes else 0
         slots = sequences * SEQUENCE_SLOTS if io.slot_bytes else 0
+        require_slots(slots, io.slot_bytes)
         library = library_of(bundle)
         options = cpu_options(threads, library, bundle.record.operator_counts, chooses=True)
         mapped = keep_mapped(options, bundle) and bundle.record.precision == "float32"
