@@ -1,6 +1,6 @@
 """What the native engine of ort-cpu binds for each kind of state: buffers, slots, and copies of them.
 
-No native operator has recurrent state yet, so the session is a stand-in that reads and writes what is bound.
+The session is a stand-in that reads and writes what is bound; tests/integration/test_recurrent_models.py has real ones.
 """
 
 from __future__ import annotations
