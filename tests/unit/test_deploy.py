@@ -28,7 +28,9 @@ NAME = re.compile(r"\b(?:vllm:|tapeout:|http_re)\w+")
 
 def exposed() -> set[str]:
     """Every sample name that the server can have."""
-    text = Metrics(LocalClient(), "m", read_bandwidth=1e9).text().decode()
+    client = LocalClient()
+    client.stats = client.stats._replace(slots=2)  # else those of recurrent state are left out
+    text = Metrics(client, "m", read_bandwidth=1e9).text().decode()
     found: set[str] = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
         found |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
