@@ -268,7 +268,16 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "olmoe": Family("olmoe", EXPERTS),
     "phimoe": Family("phimoe", EXPERTS),
     "qwen2_moe": Family("qwen2_moe", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
-    "qwen3_5": Family("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+    "qwen3_5": Family(  # the gated delta rule, two heads of values to one of keys
+        "qwen3_5_text",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+    ),
     "qwen3_moe": Family("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 32}),
     "qwen3_next": Family("qwen3_next", {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]}),
     "recurrent_gemma": Family("recurrent_gemma", {"block_types": ["recurrent", "attention"], "lru_width": 64}),

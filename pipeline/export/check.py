@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from tapeout.layer_stream import LayerState, LayerStream
-from tapeout.operators import PAST, PRESENT, OperatorNode, operator_nodes, state_resumed
+from tapeout.operators import PAST, PRESENT, OperatorNode, computed_by_token, operator_nodes, state_resumed
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
 from tapeout.segments import SEGMENT_BYTES, Arrays, SegmentCall, SegmentedGraph
@@ -386,7 +386,8 @@ def _inputs(model: Any, sequence: _CheckedSequence, before: _RandomState, layer:
             # With a mask, transformers does not take a gap between positions for the start of another sequence.
             inputs["position_ids"] = torch.tensor(sequence.positions)[None]
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        yield inputs
+        with computed_by_token(model):
+            yield inputs
         return
 
     inputs["position_ids"] = torch.arange(start, start + count)[None]
@@ -422,6 +423,12 @@ def _length_only(length: int) -> Any:
             self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
         ) -> torch.Tensor:
             return conv_states
+
+        def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+            return None
+
+        def update_recurrent_state(self, recurrent_states: torch.Tensor | None, layer_idx: int, **_: Any) -> None:
+            return None
 
     return LengthOnly(layers=[])
 

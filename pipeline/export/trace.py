@@ -132,7 +132,8 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
 
     Inputs ``input_ids [B, S]``, ``attention_mask [B, P+S]`` (0 marks left padding), ``position_ids [B, S]`` (all
     int64), and the state of each layer N: ``past_key_values.N.key|value [B, kv_heads, P, head_size]`` of attention,
-    ``past_key_values.N.conv [B, C, K-1]`` of a convolution; outputs ``logits [B, S, V]`` and the same state after the
+    ``past_key_values.N.conv [B, K-1, C]`` of a convolution, ``past_key_values.N.delta [B, heads, Dk, Dv]`` of a gated
+    delta rule; outputs ``logits [B, S, V]`` and the same state after the
     tokens, ``present.N.key|value [B, kv_heads, P+S, head_size]`` and so on.
     """
     _refuse_unsupported(model)
@@ -191,8 +192,8 @@ def _unknown_functions_refused(model: Any) -> Generator[None]:
         def refuse(*_: Any, **__: Any) -> Any:
             raise ExportError(
                 f"{type(model).__name__} computes {name}, which keeps a state that no graph of ours has",
-                expected="a decoder whose tokens meet in attention and short convolutions only (docs/models.md)",
-                remedy="choose another model; recurrences such as Mamba's and the gated delta rule are not supported",
+                expected="a decoder whose tokens meet in operators that an export keeps (docs/models.md)",
+                remedy="choose another model",
             )
 
         return refuse

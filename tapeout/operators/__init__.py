@@ -84,3 +84,12 @@ def state_resumed(model: Any, before: StateBefore) -> Generator[None]:
         for operator in operators().values():
             stack.enter_context(operator.resumed(model, before))
         yield
+
+
+@contextmanager
+def computed_by_token(model: Any) -> Generator[None]:
+    """See :meth:`tapeout.operators.operator.Operator.by_token`, of all operators."""
+    with ExitStack() as stack:
+        for operator in operators().values():
+            stack.enter_context(operator.by_token(model))
+        yield

@@ -113,3 +113,10 @@ class Operator(Protocol):
     def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
         """Run one layer of a stock transformers model, without a cache of its own, as if tokens came ``before``."""
         ...
+
+    def by_token(self, model: Any) -> AbstractContextManager[None]:
+        """Run a stock transformers model with what it computes in chunks of tokens computed token by token.
+
+        Sums over chunks are of another order, so two cuts of a text differ by more than rounding.
+        """
+        ...

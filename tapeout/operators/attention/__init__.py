@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,9 @@ class Attention:
         from tapeout.operators.attention.in_torch import after_tokens
 
         return after_tokens(model, before)
+
+    def by_token(self, model: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
         from tapeout.operators.attention.tracing import attention_traced

@@ -1,0 +1,80 @@
+"""The gated delta rule of stock transformers models: emitted as nodes, or computed token by token.
+
+B  batch      S  new tokens      Hk, Hv  heads of keys, of values      Dk, Dv  their channels
+
+transformers has the rule twice. Without a cache, models call the form in chunks of 64 tokens, whose logits differ by
+5e-5 with where a prompt is cut, because it sums in another order. The form token by token is the definition, and what
+graphs compute, so the check of an export has transformers compute that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from tapeout.errors import ExportError
+from tapeout.operators import gated_delta
+from tapeout.operators.hub_functions import functions_replaced, hub_functions
+from tapeout.operators.operator import StateBefore, TracedState, Tracer
+
+FUNCTION = "chunk_gated_delta_rule"  # the one that models without a cache call
+BY_TOKEN = "fused_recurrent_gated_delta_rule"
+
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def delta_traced(model: Any, tracer: Tracer) -> AbstractContextManager[None]:
+    """See :meth:`tapeout.operators.operator.Operator.traced`."""
+
+    def rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        given = [name for name, value in options.items() if value is not None and name in CHANGING]
+        if given or not use_qk_l2norm_in_kernel:
+            raise ExportError(
+                f"a gated delta rule with {', '.join(given) or 'queries and keys as they are'}",
+                expected="one sequence, with normalized queries and keys",
+                remedy="report the model; its graph was not kept",
+            )
+        heads, value_size = (int(size) for size in value.shape[2:])
+        kept = TracedState(tracer.unique(gated_delta.STATE), (heads, int(key.shape[3]), value_size))
+        inputs = [value, query, key, g, beta, *([tracer.mask] if tracer.emits else [])]
+        return tracer.node(gated_delta.OPERATOR, inputs, {}, [kept], value.shape[1]), None
+
+    return functions_replaced(model, {FUNCTION: rule})
+
+
+def delta_by_token(model: Any) -> AbstractContextManager[None]:
+    """See :meth:`tapeout.operators.operator.Operator.by_token`."""
+    return _by_token(model, lambda: None)
+
+
+def delta_resumed(model: Any, before: StateBefore) -> AbstractContextManager[None]:
+    """See :meth:`tapeout.operators.operator.Operator.resumed`."""
+    calls = count()
+    return _by_token(model, lambda: before(f"{gated_delta.STATE}{next(calls) or ''}"))
+
+
+def _by_token(model: Any, initial: Callable[[], Tensor | None]) -> AbstractContextManager[None]:
+    """transformers' own form token by token, in place of both, from an initial state ``[B, Hv, Dk, Dv]``."""
+    found = hub_functions(model).get(BY_TOKEN, [])
+    rules: list[Rule] = [vars(module)[name] for module, name in found]
+
+    def rule(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return rules[0](*arguments, **{**options, "initial_state": initial()})
+
+    return functions_replaced(model, dict.fromkeys((FUNCTION, BY_TOKEN), rule))
+
+
+# Options of the packages' functions that change what they compute: several sequences in a row, another scale.
+CHANGING = frozenset({"cu_seqlens", "initial_state", "scale"})

@@ -1,0 +1,111 @@
+"""The gated delta rule in standard operators: what the definition says, under padding, and however a text was cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.export.check import largest_difference
+from pipeline.export.trace import _Tracer
+from tapeout.errors import ExportError
+from tapeout.operators import DOMAIN
+from tapeout.operators.gated_delta import OPERATOR
+from tapeout.operators.gated_delta.in_torch import delta_traced
+from tests.exported import family_graph
+from tests.families import MAX_POSITIONS, random_model
+from tests.lowering import model_of, named, op, run, value
+from tests.native import Matrix
+from tests.recurrences import gated_delta
+
+HEADS, KEY_HEADS, KEY_SIZE, VALUE_SIZE = 4, 2, 6, 5
+BATCH, TOKENS = 2, 9
+STATE = (HEADS, KEY_SIZE, VALUE_SIZE)
+
+
+def graph() -> ir.Model:
+    inputs = [
+        value("value", ["batch", "tokens", HEADS, VALUE_SIZE]),
+        value("query", ["batch", "tokens", KEY_HEADS, KEY_SIZE]),
+        value("key", ["batch", "tokens", KEY_HEADS, KEY_SIZE]),
+        value("decay", ["batch", "tokens", HEADS]),
+        value("beta", ["batch", "tokens", HEADS]),
+        value("mask", ["batch", "total"], ir.DataType.INT64),
+        value("past", ["batch", *STATE]),
+    ]
+    output = op("GatedDelta", inputs, domain=DOMAIN, outputs=2)
+    made = output.producer()
+    assert made is not None
+    model = model_of(inputs, [named("y", output), named("present", made.outputs[1])])
+    model.functions[(DOMAIN, "GatedDelta", "")] = OPERATOR.function()
+    model.opset_imports[DOMAIN] = 1
+    return model
+
+
+GRAPH = graph()
+
+
+def drawn(seed: int) -> dict[str, Matrix]:
+    draw = np.random.default_rng(seed)
+    shapes = {"value": (HEADS, VALUE_SIZE), "query": (KEY_HEADS, KEY_SIZE), "key": (KEY_HEADS, KEY_SIZE)}
+    values = {name: draw.standard_normal((BATCH, TOKENS, *shape)) for name, shape in shapes.items()}
+    values["decay"] = -draw.exponential(1, (BATCH, TOKENS, HEADS))
+    values["beta"] = draw.uniform(0, 1, (BATCH, TOKENS, HEADS))
+    return {name: each.astype(np.float32) for name, each in values.items()}
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, TOKENS - 1), hidden=st.integers(0, TOKENS))
+def test_two_pieces_are_what_the_definition_says_whatever_is_hidden(seed: int, cut: int, hidden: int) -> None:
+    """The first entry of the batch is padded on the left."""
+    values = drawn(seed)
+    mask = np.ones((BATCH, TOKENS), np.int64)
+    mask[0, :hidden] = 0
+    before = np.random.default_rng(seed).standard_normal((BATCH, *STATE)).astype(np.float32)
+    state, outputs = before, list[Matrix]()
+    for start, end in ((0, cut), (cut, TOKENS)):
+        given = {name: each[:, start:end] for name, each in values.items()}
+        found = run(GRAPH, {**given, "mask": mask[:, :end], "past": state})
+        outputs.append(found["y"])
+        state = found["present"]
+    y = np.concatenate(outputs, 1)
+    for entry, first in enumerate((hidden, 0)):
+        expected, kept = gated_delta(*(values[name][entry, first:] for name in values), before[entry])
+        np.testing.assert_allclose(y[entry, first:], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(state[entry], kept, rtol=1e-5, atol=1e-5)
+
+
+def test_transformers_is_compared_token_by_token() -> None:
+    """Its rule in chunks is off by more than rounding; the graph is not."""
+    assert family_graph("qwen3_5").record.max_relative_error < 1e-5
+
+
+@pytest.mark.parametrize("parameter", ["A_log", "dt_bias", "in_proj_b", "conv1d"])
+def test_a_recurrence_slightly_off_is_seen(parameter: str, tmp_path: Path) -> None:
+    model = random_model("qwen3_5")
+    with torch.no_grad():
+        found = getattr(model.model.layers[0].linear_attn, parameter)
+        (found if isinstance(found, torch.nn.Parameter) else found.weight).mul_(1.02)
+    path = family_graph("qwen3_5").folder / "model.onnx"
+    assert largest_difference(model, path, tmp_path, positions=MAX_POSITIONS).error > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, "queries and keys as they are"),
+        ({"use_qk_l2norm_in_kernel": True, "cu_seqlens": [0, 3]}, "cu_seqlens"),
+    ],
+)
+def test_another_rule_is_refused(options: dict[str, Any], found: str) -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    tensors = (torch.zeros(shape) for shape in ((1, 3, 2, 8), (1, 3, 2, 8), (1, 3, 2, 8), (1, 3, 2), (1, 3, 2)))
+    with delta_traced(random_model("qwen3_5"), _Tracer(MAX_POSITIONS)), pytest.raises(ExportError, match=found):
+        modeling_qwen3_5.torch_chunk_gated_delta_rule(*tensors, **options)
