@@ -70,7 +70,7 @@ def is_parameter(value: ir.Value | None) -> bool:
 
 
 def find_linears(graph: ir.Graph) -> list[Linear]:
-    """Every matmul with a parameter, in graph order, with an ``Add`` of a vector parameter as its bias.
+    """Every matmul with a parameter, in graph order, with an ``Add`` of its bias, a vector parameter of that name.
 
     ``MatMul(x, Transpose(weight))`` over ``[out, in]``, or ``MatMul(x, weight)`` over ``[in, out]``.
     """
@@ -94,7 +94,10 @@ def _bias(output: ir.Value) -> tuple[ir.Value | None, ir.Value]:
     if len(uses) == 1 and uses[0].node.op_type == "Add":
         add = uses[0].node
         other = add.inputs[1 - uses[0].idx]
-        if is_parameter(other) and other is not None and other.shape is not None and len(other.shape) == 1:
+        assert other is not None
+        # Others are added outside of the linear, such as the dt_bias of a recurrence.
+        named = is_parameter(other) and (other.name or "").rpartition(".")[2] == "bias"
+        if named and other.shape is not None and len(other.shape) == 1:
             return other, add.outputs[0]
     return None, output
 

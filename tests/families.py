@@ -90,6 +90,16 @@ FAMILIES: Mapping[str, Family] = {
         rotary="none",
     ),  # learned positions
     "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),  # short convolutions
+    "qwen3_5": Family(  # the gated delta rule, two heads of values to one of keys
+        "qwen3_5_text",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+    ),
     "gpt2": Family("gpt2", {}, GPT, rotary="none"),  # weights stored [in, out]
     "gpt_neox": Family(
         "gpt_neox", {}, {k: v for k, v in DENSE.items() if k not in ("num_key_value_heads", "head_dim")}
@@ -268,16 +278,6 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "olmoe": Family("olmoe", EXPERTS),
     "phimoe": Family("phimoe", EXPERTS),
     "qwen2_moe": Family("qwen2_moe", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
-    "qwen3_5": Family(  # the gated delta rule, two heads of values to one of keys
-        "qwen3_5_text",
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 24,
-        },
-    ),
     "qwen3_moe": Family("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 32}),
     "qwen3_next": Family("qwen3_next", {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]}),
     "recurrent_gemma": Family("recurrent_gemma", {"block_types": ["recurrent", "attention"], "lru_width": 64}),
@@ -320,7 +320,9 @@ def random_model(name: str, *, seed: int = 0, **settings: Any) -> Any:
         eos_token_id=2,
         **deepcopy({**family.sizes, **family.settings, **settings}),
     )
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # some vectors are drawn where they begin
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -38,10 +38,28 @@ _TABLE = (_CODES, _SCALES, _ZERO_POINTS)  # a weight [N, K] in blocks of codes
 _WEIGHT = (*_TABLE, Argument("bias", optional=True))  # bias [N]
 _Y = Argument("y")
 _CACHE = ("float32", "int8", "uint8")
+_SEQUENCES = (  # of a step, as those of attention
+    Argument("offsets", ("int32",)),  # [B + 1]
+    Argument("starts", ("int32",)),  # [B]
+    Argument("slots", ("int32",)),  # [B]
+)
 
 
 def _linear(name: str, *before: Argument, also: tuple[Argument, ...] = ()) -> KernelOperator:
     return KernelOperator(name, (*before, *_WEIGHT), (_Y, *also), "block_linear")
+
+
+def _recurrence(name: str, *after: Argument) -> KernelOperator:
+    inputs = (
+        Argument("value"),  # [.., M, H, V]
+        Argument("query"),  # [.., M, G, K], as keys
+        Argument("key"),
+        Argument("decay"),  # [.., M, H]
+        *after,
+        Argument("state"),  # [slots, H, K, V]; written in place
+        *_SEQUENCES,
+    )
+    return KernelOperator(name, inputs, (_Y,), "recurrence")
 
 
 _ALL = (
@@ -79,13 +97,12 @@ _ALL = (
             Argument("weight"),  # [taps, C]
             Argument("bias", optional=True),  # [C]
             Argument("state"),  # [slots, taps - 1, C] of the tokens before; written in place
-            Argument("offsets", ("int32",)),  # [B + 1] as those of attention, and the next two
-            Argument("starts", ("int32",)),
-            Argument("slots", ("int32",)),  # [B]
+            *_SEQUENCES,
         ),
         (_Y,),
         "causal_conv",
     ),
+    _recurrence("GatedDelta", Argument("beta")),  # [.., M, H]
     KernelOperator(
         "NormRows",
         (Argument("x"), Argument("residual", optional=True), Argument("weight"), Argument("rows", ("int64",))),

@@ -1,4 +1,4 @@
-"""A model with short convolutions, served: the same bits however sequences are cut, mixed, shared and preempted."""
+"""Models with recurrent state, served: the same bits however sequences are cut, mixed, shared and preempted."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ SLOTS = 3
 ANSWER = 140  # tokens: more than two blocks, where short answers were seen
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make("lfm2", tmp_path_factory.mktemp("lfm2"))
+FAMILIES = {"lfm2": ["conv"], "qwen3_5": ["conv", "delta"]}  # with the recurrent state of layer 0
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +48,9 @@ def opened(made: Made) -> Generator[Callable[[int], Sequences]]:
 
 
 def test_both_kinds_of_state_are_in_the_record(made: Made) -> None:
-    conv, keys = made.bundle.record.io.state
-    assert isinstance(conv, Recurrent) and conv.layer == 0 and [one.name for one in conv.tensors] == ["conv"]
+    *recurrent, keys = made.bundle.record.io.state
+    assert all(isinstance(state, Recurrent) and state.layer == 0 for state in recurrent)
+    assert [one.name for state in recurrent for one in state.tensors] == FAMILIES[made.name]
     assert isinstance(keys, Paged) and keys.layer == 1 and [one.name for one in keys.tensors] == ["key", "value"]
     assert made.graph.record.cached_layers == (1,)
 
@@ -54,10 +58,10 @@ def test_both_kinds_of_state_are_in_the_record(made: Made) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_tokens_are_the_same_to_the_bit_cut_anywhere_in_any_batch(
-    data: st.DataObject, opened: Callable[[int], Sequences]
+    data: st.DataObject, made: Made, opened: Callable[[int], Sequences]
 ) -> None:
     engine = opened(data.draw(st.sampled_from((1, 2))))
-    texts = [words("lfm2", 1, data.draw(st.integers(1, 40)), seed)[0] for seed in range(SLOTS)]
+    texts = [words(made.name, 1, data.draw(st.integers(1, 40)), seed)[0] for seed in range(SLOTS)]
     alone = [opened(1).prefill(0, text, positions=range(len(text))) for text in texts]
     done = [0] * SLOTS
     while left := [slot for slot in range(SLOTS) if done[slot] < len(texts[slot])]:
@@ -72,12 +76,13 @@ def test_tokens_are_the_same_to_the_bit_cut_anywhere_in_any_batch(
             done[slot] += count
 
 
-def test_requests_that_share_prompts_and_are_preempted_answer_as_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_that_share_prompts_and_are_preempted_answer_as_alone(family: str, tmp_path: Path) -> None:
     """Prompts begin alike, end inside a block, and come twice; the core has blocks for few of them."""
-    bundle = build_float(family_graph("lfm2", max_position_embeddings=384), tmp_path / "bundle", 6)
-    shared = words("lfm2", 1, 150, 0)[0]
+    bundle = build_float(family_graph(family, max_position_embeddings=384), tmp_path / "bundle", 6)
+    shared = words(family, 1, 150, 0)[0]
     prompts = [
-        shared[:cut] + words("lfm2", 1, 5 + 9 * n, n + 1)[0] for n, cut in enumerate((150, 128, 64, 150, 149, 90))
+        shared[:cut] + words(family, 1, 5 + 9 * n, n + 1)[0] for n, cut in enumerate((150, 128, 64, 150, 149, 90))
     ]
     with closing(Sequences(load(bundle.folder, threads=1))) as alone:
         expected = [greedy(alone, prompt, ANSWER) for prompt in prompts]

@@ -123,6 +123,16 @@ def test_groups_of_a_gated_block(biased: bool) -> None:
     assert groups["layers.0.qkv"].biases == expected
 
 
+def test_what_is_added_outside_of_a_linear_is_not_its_bias() -> None:
+    """Such as the dt_bias of a recurrence: the linear's own output is without it."""
+    for name, biased in (("h.0.a.bias", True), ("h.0.dt_bias", False)):
+        x = value("x", ["batch", HIDDEN])
+        product = linear(x, "h.0.a", weights(8, HIDDEN))
+        y = op("Add", [product, parameter(name, weights(8, 1)[:, 0])], ["batch", 8])
+        (found,) = find_linears(model_of([x], [named("y", y)]).graph)
+        assert (found.bias is not None, found.output is y) == (biased, biased)
+
+
 def test_a_scaled_residual_is_no_rotary_embedding() -> None:
     plain, scaled = by_name(decoder()), by_name(decoder(residual=0.4))
     assert list(plain) == list(scaled) == ["layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down", "lm_head"]

@@ -1,0 +1,200 @@
+"""GatedDelta, the operator: what the definition says, the same bits however sequences were cut, mixed and computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.kernels import cpu as native
+from engines.kernels.operators import DOMAIN, OPERATORS
+from engines.sessions import cpu_options, open_session
+from engines.targets.ort_cpu import library
+from tests import recurrences
+from tests.lowering import model_of, named, value
+from tests.native import Array, Matrix
+from tests.recurrences import Double
+
+pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
+SLOTS = 5
+DEFINITIONS: dict[str, Callable[..., tuple[Double, Double]]] = {"GatedDelta": recurrences.gated_delta}
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    groups: int = 2
+    keys: int = 8
+    values: int = 20
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.heads, self.keys, self.values
+
+    def of_token(self, name: str) -> tuple[int, ...]:
+        return {
+            "value": (self.heads, self.values),
+            "query": (self.groups, self.keys),
+            "key": (self.groups, self.keys),
+        }.get(name, (self.heads,))
+
+
+SHAPES = (
+    Shape(),
+    Shape(heads=2, groups=2, keys=128, values=128),
+    Shape(heads=3, groups=1, keys=17, values=65),
+    Shape(heads=1, groups=1, keys=1, values=1),
+    Shape(heads=2, groups=1, keys=16, values=64),
+)
+
+
+def per_token(operator: str) -> list[str]:
+    """The inputs before the state."""
+    names = [argument.name for argument in OPERATORS[operator].inputs]
+    return names[: names.index("state")]
+
+
+@cache
+def session(operator: str, shape: Shape, threads: int = 1) -> ort.InferenceSession:
+    inputs = [value(name, ["batch", "tokens", *shape.of_token(name)]) for name in per_token(operator)]
+    inputs.append(value("state", [SLOTS, *shape.state]))
+    inputs += [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
+    node = ir.node(operator, inputs, domain=DOMAIN)
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    model = model_of(inputs, [named("y", node.outputs[0])])
+    model.opset_imports[DOMAIN] = 1
+    return open_session(ir.to_proto(model).SerializeToString(), cpu_options(threads, library(), [operator]))
+
+
+def run(
+    opened: ort.InferenceSession,
+    tokens: dict[str, Matrix],
+    state: Matrix,
+    counts: list[int],
+    starts: list[int],
+    slots: list[int],
+) -> Matrix:
+    """``tokens``: each ``[M, ..]``; ``state`` is changed in place."""
+    held = {name: np.ascontiguousarray(array[None]) for name, array in tokens.items()} | {"state": state}
+    for name, numbers in {"offsets": np.cumsum([0, *counts]), "starts": starts, "slots": slots}.items():
+        held[name] = np.array(numbers, np.int32)  # pyright: ignore[reportArgumentType]
+    binding = opened.io_binding()
+    for name, array in held.items():  # bound by address
+        binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    binding.bind_output("y", "cpu")
+    opened.run_with_iobinding(binding)
+    return binding.copy_outputs_to_cpu()[0][0]
+
+
+def drawn(operator: str, shape: Shape, count: int, seed: int) -> dict[str, Matrix]:
+    draw = np.random.default_rng(seed)
+    found: dict[str, Array] = {}
+    for name in per_token(operator):
+        found[name] = draw.standard_normal((count, *shape.of_token(name)))
+    found["decay"] = -np.abs(found["decay"]) * 0.2
+    if "beta" in found:
+        found["beta"] = 1 / (1 + np.exp(-found["beta"]))
+    return {name: array.astype(np.float32) for name, array in found.items()}
+
+
+def unknown(shape: Shape) -> Matrix:
+    """What a sequence before may have left: nothing that a new one may read."""
+    return np.full((SLOTS, *shape.state), np.nan, np.float32)
+
+
+@pytest.mark.parametrize("operator", DEFINITIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sequence_is_computed_from_zeros_whatever_its_slot_held(operator: str, shape: Shape) -> None:
+    tokens, state = drawn(operator, shape, 33, 1), unknown(shape)
+    y = run(session(operator, shape), tokens, state, [33], [0], [3])
+    expected, kept = DEFINITIONS[operator](*tokens.values())
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state[3], kept, rtol=1e-5, atol=1e-5)
+    assert np.isnan(state[[0, 1, 2, 4]]).all()
+
+
+@pytest.mark.parametrize("operator", DEFINITIONS)
+def test_the_state_after_thousands_of_tokens_is_near_the_definition(operator: str) -> None:
+    """Where little decays, errors add up."""
+    shape = Shape(heads=2, groups=2, keys=32, values=16)
+    tokens, state = drawn(operator, shape, 4096, 2), unknown(shape)
+    tokens["decay"] *= np.float32(1e-3)
+    run(session(operator, shape), tokens, state, [4096], [0], [0])
+    kept = DEFINITIONS[operator](*tokens.values())[1]
+    assert np.abs(state[0] - kept).max() < 1e-4 * np.abs(kept).max()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    operator=st.sampled_from(sorted(DEFINITIONS)),
+    shape=st.sampled_from(SHAPES[:3]),
+    threads=st.sampled_from((1, 2)),
+)
+def test_a_token_is_the_same_to_the_bit_however_sequences_are_cut_and_mixed(
+    seed: int, operator: str, shape: Shape, threads: int
+) -> None:
+    """Sequences grow by pieces of any size, none too, in any order, beside each other."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, 13, 3).tolist()
+    texts = [drawn(operator, shape, length, 10 + n) for n, length in enumerate(lengths)]
+    slots, state = [4, 0, 2], unknown(shape)
+    alone = [
+        run(session(operator, shape), text, state.copy(), [length], [0], [1])
+        for text, length in zip(texts, lengths, strict=True)
+    ]
+    done, found = [0, 0, 0], [np.empty((0, shape.heads, shape.values), np.float32)] * 3
+    while any(at < length for at, length in zip(done, lengths, strict=True)):
+        chosen = draw.permutation(3)[: draw.integers(1, 4)].tolist()
+        counts = [int(draw.integers(0, lengths[n] - done[n] + 1)) for n in chosen]
+        if not any(counts):
+            continue
+        pieces = {
+            name: np.concatenate(
+                [texts[n][name][done[n] : done[n] + count] for n, count in zip(chosen, counts, strict=True)]
+            )
+            for name in texts[0]
+        }
+        starts = [done[n] for n in chosen]
+        y = run(session(operator, shape, threads), pieces, state, counts, starts, [slots[n] for n in chosen])
+        for n, part in zip(chosen, np.split(y, np.cumsum(counts)[:-1]), strict=True):
+            found[n] = np.concatenate([found[n], part])
+            done[n] += len(part)
+    for whole, parts in zip(alone, found, strict=True):
+        assert (whole == parts).all()
+
+
+@pytest.mark.parametrize(
+    ("counts", "starts", "slots"),
+    [
+        ([3], [0], [SLOTS]),
+        ([3], [0], [-1]),
+        ([3], [-1], [0]),
+        ([4], [0], [0]),
+        ([2], [0], [0]),
+        ([3, 1, -1], [0] * 3, [0, 1, 2]),
+    ],
+)
+@pytest.mark.parametrize("operator", DEFINITIONS)
+def test_what_lies_outside_the_tokens_or_the_state_is_refused(
+    operator: str, counts: list[int], starts: list[int], slots: list[int]
+) -> None:
+    shape = Shape()
+    with pytest.raises(Exception, match="offsets, starts or slots do not fit"):
+        run(session(operator, shape), drawn(operator, shape, 3, 0), unknown(shape), counts, starts, slots)
+
+
+@pytest.mark.parametrize("operator", DEFINITIONS)
+@pytest.mark.parametrize("name", ["value", "query", "key", "decay"])
+def test_inputs_of_another_shape_are_refused(operator: str, name: str) -> None:
+    tokens = drawn(operator, Shape(), 3, 0)
+    tokens[name] = tokens[name][:2]
+    with pytest.raises(Exception, match="a recurrence: "):
+        run(session(operator, Shape()), tokens, unknown(Shape()), [3], [0], [0])
