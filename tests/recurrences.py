@@ -27,3 +27,19 @@ def gated_delta(
         kept = kept + np.einsum("hk,hv->hkv", key[t], beta[t][:, None] * (value[t] - answer))
         outputs[t] = np.einsum("hk,hkv->hv", query[t], kept)
     return outputs, kept
+
+
+def selective_scan(
+    value: Array, query: Array, key: Array, decay: Array, state: Array | None = None
+) -> tuple[Double, Double]:
+    """``value [S, H, P]``, ``query`` and ``key [S, G, N]``, ``decay [S, H]``; and the last state ``[H, N, P]``."""
+    tokens, heads, value_size = value.shape
+    repeat = heads // key.shape[1]
+    query, key = (np.repeat(each.astype(np.float64), repeat, 1) for each in (query, key))
+    kept = np.zeros((heads, key.shape[2], value_size)) if state is None else state.astype(np.float64)
+    outputs = np.empty((tokens, heads, value_size))
+    for t in range(tokens):
+        kept = kept * np.exp(decay[t].astype(np.float64))[:, None, None]
+        kept = kept + np.einsum("hk,hv->hkv", key[t], value[t])
+        outputs[t] = np.einsum("hk,hkv->hv", query[t], kept)
+    return outputs, kept

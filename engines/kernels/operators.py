@@ -103,6 +103,7 @@ _ALL = (
         "causal_conv",
     ),
     _recurrence("GatedDelta", Argument("beta")),  # [.., M, H]
+    _recurrence("SelectiveScan"),
     KernelOperator(
         "NormRows",
         (Argument("x"), Argument("residual", optional=True), Argument("weight"), Argument("rows", ("int64",))),

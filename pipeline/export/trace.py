@@ -132,9 +132,9 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
 
     Inputs ``input_ids [B, S]``, ``attention_mask [B, P+S]`` (0 marks left padding), ``position_ids [B, S]`` (all
     int64), and the state of each layer N: ``past_key_values.N.key|value [B, kv_heads, P, head_size]`` of attention,
-    ``past_key_values.N.conv [B, K-1, C]`` of a convolution, ``past_key_values.N.delta [B, heads, Dk, Dv]`` of a gated
-    delta rule; outputs ``logits [B, S, V]`` and the same state after the
-    tokens, ``present.N.key|value [B, kv_heads, P+S, head_size]`` and so on.
+    ``past_key_values.N.conv [B, K-1, C]`` of a convolution, ``past_key_values.N.delta|scan [B, heads, Dk, Dv]`` of a
+    recurrence; outputs ``logits [B, S, V]`` and the same state after the tokens,
+    ``present.N.key|value [B, kv_heads, P+S, head_size]`` and so on.
     """
     _refuse_unsupported(model)
     tracer = _Tracer(longest(model))
@@ -161,7 +161,7 @@ def longest(model: Any) -> int:
         raise ExportError(
             f"{type(model).__name__} takes no position_ids",
             expected="a decoder that gets the position of each token",
-            remedy="choose another decoder; recurrent models and position biases (ALiBi) are not supported",
+            remedy="choose another decoder; models without attention and position biases (ALiBi) are not supported",
         )
     if not isinstance(found, int) or found < 2:
         raise ExportError(

@@ -24,7 +24,11 @@ SLOTS = 3
 ANSWER = 140  # tokens: more than two blocks, where short answers were seen
 
 
-FAMILIES = {"lfm2": ["conv"], "qwen3_5": ["conv", "delta"]}  # with the recurrent state of layer 0
+FAMILIES = {
+    "lfm2": ["conv"],
+    "qwen3_5": ["conv", "delta"],
+    "bamba": ["conv", "scan"],
+}  # with the recurrent state of layer 0
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -1,4 +1,4 @@
-"""GatedDelta, the operator: what the definition says, the same bits however sequences were cut, mixed and computed."""
+"""GatedDelta and SelectiveScan, the operators: their definition, the same bits however sequences are cut and mixed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from tests.recurrences import Double
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 SLOTS = 5
-DEFINITIONS: dict[str, Callable[..., tuple[Double, Double]]] = {"GatedDelta": recurrences.gated_delta}
+DEFINITIONS: dict[str, Callable[..., tuple[Double, Double]]] = {
+    "GatedDelta": recurrences.gated_delta,
+    "SelectiveScan": recurrences.selective_scan,
+}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 from pipeline.export import decompose
 from pipeline.export.trace import _first_output_looked_at_first, _reason, trace
 from tapeout.errors import ExportError
+from tapeout.operators import operators as all_operators
 from tapeout.operators.attention import is_attention
 from tests.families import random_model
 
@@ -45,13 +46,19 @@ def test_a_module_that_cannot_be_traced_is_named() -> None:
     [
         ("gptj", "layers 0, 1 of GPTJForCausalLM call neither"),
         ("bloom", "takes no position_ids"),
-        ("falcon_h1", "computes mamba_chunk_scan_combined, which keeps a state"),
         ("minicpm3-uneven-heads", "keys of size 16 and values of size 8"),
     ],
 )
 def test_what_a_graph_cannot_hold_is_refused(name: str, found: str) -> None:
     with pytest.raises(ExportError, match=found):
         trace(random_model(name))
+
+
+def test_a_state_that_no_operator_keeps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {name: operator for name, operator in all_operators().items() if name != "SelectiveScan"}
+    monkeypatch.setattr("pipeline.export.trace.operators", lambda: known)
+    with pytest.raises(ExportError, match="computes mamba_chunk_scan_combined, which keeps a state"):
+        trace(random_model("falcon_h1"))
 
 
 def test_a_message_has_the_first_cause_and_no_colors() -> None:

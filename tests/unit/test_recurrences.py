@@ -1,7 +1,8 @@
-"""The gated delta rule in standard operators: what the definition says, under padding, and however a text was cut."""
+"""Recurrences in standard operators: what the definition says, under padding, and however a text was cut."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,68 +16,76 @@ from hypothesis import strategies as st
 from pipeline.export.check import largest_difference
 from pipeline.export.trace import _Tracer
 from tapeout.errors import ExportError
-from tapeout.operators import DOMAIN
-from tapeout.operators.gated_delta import OPERATOR
+from tapeout.operators import DOMAIN, operators
 from tapeout.operators.gated_delta.in_torch import delta_traced
 from tests.exported import family_graph
-from tests.families import MAX_POSITIONS, random_model
+from tests.families import MAX_POSITIONS, export_model, random_model
 from tests.lowering import model_of, named, op, run, value
 from tests.native import Matrix
-from tests.recurrences import gated_delta
+from tests.recurrences import gated_delta, selective_scan
 
 HEADS, KEY_HEADS, KEY_SIZE, VALUE_SIZE = 4, 2, 6, 5
 BATCH, TOKENS = 2, 9
 STATE = (HEADS, KEY_SIZE, VALUE_SIZE)
 
 
-def graph() -> ir.Model:
+DEFINITIONS = {"GatedDelta": gated_delta, "SelectiveScan": selective_scan}
+
+
+@cache
+def graph(operator: str) -> ir.Model:
     inputs = [
         value("value", ["batch", "tokens", HEADS, VALUE_SIZE]),
         value("query", ["batch", "tokens", KEY_HEADS, KEY_SIZE]),
         value("key", ["batch", "tokens", KEY_HEADS, KEY_SIZE]),
         value("decay", ["batch", "tokens", HEADS]),
-        value("beta", ["batch", "tokens", HEADS]),
+        *([value("beta", ["batch", "tokens", HEADS])] if operator == "GatedDelta" else []),
         value("mask", ["batch", "total"], ir.DataType.INT64),
         value("past", ["batch", *STATE]),
     ]
-    output = op("GatedDelta", inputs, domain=DOMAIN, outputs=2)
+    output = op(operator, inputs, domain=DOMAIN, outputs=2)
     made = output.producer()
     assert made is not None
     model = model_of(inputs, [named("y", output), named("present", made.outputs[1])])
-    model.functions[(DOMAIN, "GatedDelta", "")] = OPERATOR.function()
+    model.functions[(DOMAIN, operator, "")] = operators()[operator].function()
     model.opset_imports[DOMAIN] = 1
     return model
 
 
-GRAPH = graph()
-
-
-def drawn(seed: int) -> dict[str, Matrix]:
+def drawn(operator: str, seed: int) -> dict[str, Matrix]:
     draw = np.random.default_rng(seed)
     shapes = {"value": (HEADS, VALUE_SIZE), "query": (KEY_HEADS, KEY_SIZE), "key": (KEY_HEADS, KEY_SIZE)}
     values = {name: draw.standard_normal((BATCH, TOKENS, *shape)) for name, shape in shapes.items()}
     values["decay"] = -draw.exponential(1, (BATCH, TOKENS, HEADS))
-    values["beta"] = draw.uniform(0, 1, (BATCH, TOKENS, HEADS))
+    if operator == "GatedDelta":
+        values["beta"] = draw.uniform(0, 1, (BATCH, TOKENS, HEADS))
     return {name: each.astype(np.float32) for name, each in values.items()}
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, TOKENS - 1), hidden=st.integers(0, TOKENS))
-def test_two_pieces_are_what_the_definition_says_whatever_is_hidden(seed: int, cut: int, hidden: int) -> None:
+@given(
+    operator=st.sampled_from(sorted(DEFINITIONS)),
+    seed=st.integers(0, 2**32 - 1),
+    cut=st.integers(1, TOKENS - 1),
+    hidden=st.integers(0, TOKENS),
+)
+def test_two_pieces_are_what_the_definition_says_whatever_is_hidden(
+    operator: str, seed: int, cut: int, hidden: int
+) -> None:
     """The first entry of the batch is padded on the left."""
-    values = drawn(seed)
+    values = drawn(operator, seed)
     mask = np.ones((BATCH, TOKENS), np.int64)
     mask[0, :hidden] = 0
     before = np.random.default_rng(seed).standard_normal((BATCH, *STATE)).astype(np.float32)
     state, outputs = before, list[Matrix]()
     for start, end in ((0, cut), (cut, TOKENS)):
         given = {name: each[:, start:end] for name, each in values.items()}
-        found = run(GRAPH, {**given, "mask": mask[:, :end], "past": state})
+        found = run(graph(operator), {**given, "mask": mask[:, :end], "past": state})
         outputs.append(found["y"])
         state = found["present"]
     y = np.concatenate(outputs, 1)
     for entry, first in enumerate((hidden, 0)):
-        expected, kept = gated_delta(*(values[name][entry, first:] for name in values), before[entry])
+        expected, kept = DEFINITIONS[operator](*(values[name][entry, first:] for name in values), before[entry])
         np.testing.assert_allclose(y[entry, first:], expected, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(state[entry], kept, rtol=1e-5, atol=1e-5)
 
@@ -94,6 +103,15 @@ def test_a_recurrence_slightly_off_is_seen(parameter: str, tmp_path: Path) -> No
         (found if isinstance(found, torch.nn.Parameter) else found.weight).mul_(1.02)
     path = family_graph("qwen3_5").folder / "model.onnx"
     assert largest_difference(model, path, tmp_path, positions=MAX_POSITIONS).error > 1e-4
+
+
+def test_bounds_of_time_steps_are_carried(tmp_path: Path) -> None:
+    """transformers leaves them out of one token over a cache; graphs keep them for every token."""
+    bounded, unbounded = random_model("nemotron_h", time_step_min=0.8), random_model("nemotron_h")
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert (bounded(ids).logits - unbounded(ids).logits).abs().max() > 0.01
+    assert export_model(bounded, tmp_path).record.max_relative_error < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""The selective scan of Mamba2: a recurrence over a matrix for each head, which decays and takes in each token.
+
+Time steps, their bounds and what bypasses the recurrence (``D``) stay standard operators around the node. A sequence
+keeps the matrices.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tapeout.operators import DOMAIN
+from tapeout.state import Recurrent, StateTensor
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from numpy.typing import NDArray
+
+    from tapeout.operators.operator import StateBefore, StateChange, Tracer
+
+NAME = "SelectiveScan"
+STATE = "scan"
+PAST_INPUT = 5
+
+
+class SelectiveScan:
+    """See :class:`tapeout.operators.operator.Operator`."""
+
+    name = NAME
+    functions = frozenset({"mamba_chunk_scan_combined", "selective_state_update"})
+    before, after = "scan_in", "scan_out"
+
+    def function(self) -> ir.Function:
+        from tapeout.operators.selective_scan.function import selective_scan_function
+
+        return selective_scan_function()
+
+    def state(self, node: ir.Node, layer: int, dtype: str) -> Recurrent:
+        past = node.inputs[PAST_INPUT]
+        assert past is not None and past.name is not None and past.shape is not None
+        _, *shape = past.shape
+        heads, key_size, value_size = (int(size) for size in shape if isinstance(size, int))
+        tensor = StateTensor(name=past.name.rpartition(".")[2], shape=(heads, key_size, value_size), dtype="float32")
+        return Recurrent(layer=layer, tensors=(tensor,))
+
+    def scale(self, node: ir.Node, name: str, seen: NDArray[np.float32], tokens: int) -> float:
+        return float(np.sqrt((seen**2).mean()))
+
+    def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
+        from tapeout.operators.selective_scan.in_torch import scan_traced
+
+        return scan_traced(model, tracer)
+
+    def changed(self, model: Any, change: StateChange) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
+        from tapeout.operators.selective_scan.in_torch import scan_resumed
+
+        return scan_resumed(model, before)
+
+    def by_token(self, model: Any) -> AbstractContextManager[None]:
+        """transformers' chunks differ from each other by rounding only: nothing is replaced."""
+        return nullcontext()
+
+
+OPERATOR = SelectiveScan()
+
+
+def is_selective_scan(node: ir.Node | None) -> bool:
+    return node is not None and (node.domain, node.op_type) == (DOMAIN, NAME)
