@@ -427,8 +427,10 @@ def _length_only(length: int) -> Any:
         def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
             return None
 
-        def update_recurrent_state(self, recurrent_states: torch.Tensor | None, layer_idx: int, **_: Any) -> None:
-            return None
+        def update_recurrent_state(
+            self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+        ) -> torch.Tensor:
+            return recurrent_states
 
     return LengthOnly(layers=[])
 

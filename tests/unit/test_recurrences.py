@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,17 @@ from tests.exported import family_graph
 from tests.families import MAX_POSITIONS, export_model, random_model
 from tests.lowering import model_of, named, op, run, value
 from tests.native import Matrix
-from tests.recurrences import gated_delta, selective_scan
+from tests.recurrences import Double, gated_delta, selective_scan
 
 HEADS, KEY_HEADS, KEY_SIZE, VALUE_SIZE = 4, 2, 6, 5
 BATCH, TOKENS = 2, 9
 STATE = (HEADS, KEY_SIZE, VALUE_SIZE)
 
 
-DEFINITIONS = {"GatedDelta": gated_delta, "SelectiveScan": selective_scan}
+DEFINITIONS: dict[str, Callable[..., tuple[Double, Double]]] = {
+    "GatedDelta": gated_delta,
+    "SelectiveScan": selective_scan,
+}
 
 
 @cache
