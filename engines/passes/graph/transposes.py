@@ -27,7 +27,7 @@ def run(lowering: Lowering) -> PassResult:
             continue
         replace(model, [node], [], {node.outputs[0]: _moved(model, source, moved)})
         matched += 1
-    return PassResult(matched)
+    return PassResult(matched, () if matched else ("no axes are exchanged between linears",))
 
 
 def _exchanges(node: ir.Node | None) -> bool:
