@@ -21,6 +21,7 @@ from tapeout.operators.attention import is_attention
 from tapeout.portable_graph import FoldTarget, LinearGroup
 
 NORMS = ("RMSNormalization", "LayerNormalization")
+NO_GROUP = ""  # what an operator calls linears that it reads from and that stay in float
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _stride(node: ir.Node) -> int:
 
 
 def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, ...]:
-    """All linears of the model in groups (see :class:`LinearGroup`), in graph order.
+    """All linears of the model in groups (see :class:`LinearGroup`), in graph order, but those that stay in float.
 
     ``aliases`` maps tied parameters to the name both are stored under, which is the one the graph carries.
     """
@@ -173,6 +174,8 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
 
     gathered: dict[str, list[Linear]] = {}
     for linear in linears:
+        if units[id(linear)] == NO_GROUP:
+            continue
         name = _group_name(linear, units[id(linear)])
         same = gathered.setdefault(name, [])
         if same and same[0].input is not linear.input:
@@ -221,8 +224,9 @@ def _unit(linear: Linear, by_output: dict[int, Linear], graph: ir.Graph, depende
     if read := operator_of(_reached(linear.output, is_operator, dependent)):
         return read.before
     sources = list(_sources(linear.input, by_output))
-    if written := next((operator_of(source) for source in sources if isinstance(source, ir.Node)), None):
-        return written.after
+    written = [operator.after for source in sources if isinstance(source, ir.Node) if (operator := operator_of(source))]
+    if named := next(filter(None, written), None):
+        return named
     inputs = {id(source.input) for source in sources if isinstance(source, Linear)}
     if sources and len(inputs) == 1 and all(isinstance(source, Linear) for source in sources):
         return "down"

@@ -24,7 +24,8 @@ OP = "Linear"
 
 
 def run(lowering: Lowering) -> PassResult:
-    linears = find_linears(lowering.model.graph)
+    grouped = {name for group in lowering.graph.groups for name in group.members}
+    linears = [linear for linear in find_linears(lowering.model.graph) if linear.name in grouped]
     for linear in linears:
         node = ir.Node(
             INTERNAL,
