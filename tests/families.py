@@ -163,7 +163,9 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "cohere": Family("cohere", rotary="interleaved"),
     "cwm": Family("cwm", {"sliding_window": 8}),
     "deepseek_v3": Family(
-        "deepseek_v3", {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}, LATENT
+        "deepseek_v3",
+        {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        LATENT,
     ),
     "deepseek_v3-dense": Family("deepseek_v3", {"first_k_dense_replace": LAYERS}, LATENT),
     "diffllama": Family("diffllama"),

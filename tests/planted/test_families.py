@@ -275,7 +275,9 @@ def test_experts_outside_the_interface() -> None:
 def test_a_gate_of_experts_that_no_graph_has() -> None:
     model = random_model("olmoe")
     model.model.layers[1].mlp.experts.act_fn = torch.nn.Tanh()
-    with pytest.raises(ExportError, match=r"layers\.1\.mlp\.experts .* computes something else between its projections"):
+    with pytest.raises(
+        ExportError, match=r"layers\.1\.mlp\.experts .* computes something else between its projections"
+    ):
         trace(model)
 
 
