@@ -21,7 +21,6 @@ from tapeout.operators.attention import is_attention
 from tapeout.portable_graph import FoldTarget, LinearGroup
 
 NORMS = ("RMSNormalization", "LayerNormalization")
-NO_GROUP = ""  # what an operator calls linears that it reads from and that stay in float
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,13 @@ def find_linears(graph: ir.Graph) -> list[Linear]:
     return linears
 
 
+def find_quantizable(graph: ir.Graph, dependent: Dependent | None = None) -> list[Linear]:
+    """Linears but those that an operator reads in float, such as routers of experts."""
+    dependent = dependent or Dependent(graph)
+    read = [(linear, operator_of(_reached(linear.output, is_operator, dependent))) for linear in find_linears(graph)]
+    return [linear for linear, operator in read if operator is None or operator.before]
+
+
 def _bias(output: ir.Value) -> tuple[ir.Value | None, ir.Value]:
     uses = list(output.uses())
     if len(uses) == 1 and uses[0].node.op_type == "Add":
@@ -149,14 +155,14 @@ def _stride(node: ir.Node) -> int:
 
 
 def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, ...]:
-    """All linears of the model in groups (see :class:`LinearGroup`), in graph order, but those that stay in float.
+    """All linears that can be quantized, in groups (see :class:`LinearGroup`), in graph order.
 
     ``aliases`` maps tied parameters to the name both are stored under, which is the one the graph carries.
     """
     graph = model.graph
-    linears = find_linears(graph)
-    by_output = {id(linear.output): linear for linear in linears}
     dependent = Dependent(graph)
+    linears = find_quantizable(graph, dependent)
+    by_output = {id(linear.output): linear for linear in linears}
     units = {id(linear): _unit(linear, by_output, graph, dependent) for linear in linears}
     _require_own_weights(linears)
     _require_one_head([linear for linear in linears if units[id(linear)] == "lm_head"])
@@ -174,8 +180,6 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
 
     gathered: dict[str, list[Linear]] = {}
     for linear in linears:
-        if units[id(linear)] == NO_GROUP:
-            continue
         name = _group_name(linear, units[id(linear)])
         same = gathered.setdefault(name, [])
         if same and same[0].input is not linear.input:

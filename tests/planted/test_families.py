@@ -17,9 +17,9 @@ from pipeline.export.check import Difference, largest_difference
 from pipeline.export.export import MODEL_FILE
 from pipeline.export.trace import trace
 from tapeout.errors import ExportError
-from tapeout.graph_analysis import find_groups
+from tapeout.graph_analysis import find_groups, size
 from tapeout.operators.attention import is_attention
-from tapeout.operators.experts import is_experts
+from tapeout.operators.experts import UP_INPUT, is_experts
 from tests.exported import family_graph
 from tests.families import MAX_POSITIONS, export_model, random_model
 from tests.lowering import parameter
@@ -288,9 +288,8 @@ def test_experts_are_not_those_of_the_model(part: str, tmp_path: Path) -> None:
     graph_model = ir.load(graph.folder / MODEL_FILE)
     node = next(node for node in graph_model.graph if is_experts(node))
     if part == "index":
-        experts = node.inputs[3].shape[0]  # pyright: ignore[reportOptionalMemberAccess, reportOptionalSubscript]
         later = insert(graph_model.graph, node, "Add", node.inputs[1], integer(graph_model.graph, "one", 1))
-        count = integer(graph_model.graph, "count", int(experts))
+        count = integer(graph_model.graph, "count", size(node.inputs[UP_INPUT], 0))
         node.replace_input_with(1, insert(graph_model.graph, node, "Mod", later, count))
     elif part == "weight":
         more = parameter("more", np.array(1.01, np.float32))

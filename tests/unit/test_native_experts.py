@@ -16,17 +16,17 @@ from engines.kernels.operators import DOMAIN
 from engines.passes.onnxruntime.native_experts import ACTIVATIONS, tiles_of
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
-from tapeout.operators.experts import Gate
+from tapeout.operators.experts import ExpertGate
 from tests.lowering import model_of, named, parameter, value
 from tests.native import Array, Matrix
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 HIDDEN, INNER, EXPERTS = 40, 24, 6
 GATES = (
-    Gate("silu"),
-    Gate("silu", alpha=1.702, limit=1.5, offset=1.0),
-    Gate("gelu_tanh"),
-    Gate("relu2"),
+    ExpertGate("silu"),
+    ExpertGate("silu", alpha=1.702, limit=1.5, offset=1.0),
+    ExpertGate("gelu_tanh"),
+    ExpertGate("relu2"),
 )
 
 
@@ -39,7 +39,12 @@ def tiled(parts: list[Matrix]) -> Matrix:
 
 
 def session(
-    gate: Gate, gates: Matrix | None, ups: Matrix, down: Matrix, biases: list[Matrix] | None = None, threads: int = 1
+    gate: ExpertGate,
+    gates: Matrix | None,
+    ups: Matrix,
+    down: Matrix,
+    biases: list[Matrix] | None = None,
+    threads: int = 1,
 ) -> ort.InferenceSession:
     """``gates`` and ``ups`` ``[E, I, H]``, ``down`` ``[E, H, I]``; ``biases`` of each in order, ``[E, I or H]``."""
     x = value("x", ["batch", "tokens", ups.shape[2]])
@@ -61,11 +66,10 @@ def session(
 
 
 def run(opened: ort.InferenceSession, x: Matrix, index: Array, weight: Matrix) -> Matrix:
-    (y,) = opened.run(None, {"x": x[None], "index": index, "weight": weight})
-    return y[0]
+    return np.asarray(opened.run(None, {"x": x[None], "index": index, "weight": weight})[0])[0]
 
 
-def activated(gate: Gate, gates: Array, ups: Array | None) -> Array:
+def activated(gate: ExpertGate, gates: Array, ups: Array | None) -> Array:
     bound = gate.limit or np.inf
     x = np.minimum(gates, bound)
     with np.errstate(over="ignore"):
@@ -78,7 +82,7 @@ def activated(gate: Gate, gates: Array, ups: Array | None) -> Array:
 
 
 def mixed(
-    gate: Gate,
+    gate: ExpertGate,
     gates: Matrix | None,
     ups: Matrix,
     down: Matrix,
@@ -112,7 +116,7 @@ def choices(tokens: int, chosen: int, experts: int, seed: int) -> tuple[Array, M
 @pytest.mark.parametrize("has_gate", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(("hidden", "inner"), [(16, 16), (40, 24), (7, 70), (130, 3)])
-def test_a_step_is_what_float64_says(gate: Gate, has_gate: bool, biased: bool, hidden: int, inner: int) -> None:
+def test_a_step_is_what_float64_says(gate: ExpertGate, has_gate: bool, biased: bool, hidden: int, inner: int) -> None:
     gates = random(EXPERTS, inner, hidden, seed=1) if has_gate else None
     ups, down = random(EXPERTS, inner, hidden, seed=2), random(EXPERTS, hidden, inner, seed=3)
     widths = [inner] * (1 + has_gate) + [hidden]
@@ -127,7 +131,7 @@ def test_a_step_is_what_float64_says(gate: Gate, has_gate: bool, biased: bool, h
 def opened(threads: int) -> ort.InferenceSession:
     weights = random(EXPERTS, INNER, HIDDEN, seed=1), random(EXPERTS, INNER, HIDDEN, seed=2)
     biases = [random(EXPERTS, width, seed=4 + n) for n, width in enumerate((INNER, INNER, HIDDEN))]
-    return session(Gate("silu"), *weights, random(EXPERTS, HIDDEN, INNER, seed=3), biases, threads)
+    return session(ExpertGate("silu"), *weights, random(EXPERTS, HIDDEN, INNER, seed=3), biases, threads)
 
 
 @settings(max_examples=80, deadline=None)
@@ -160,7 +164,9 @@ def test_an_expert_that_nobody_chose_is_not_read() -> None:
     down = random(EXPERTS, HIDDEN, INNER, seed=3)
     gates[2] = ups[2] = np.nan
     x, (_, weight) = random(5, HIDDEN), choices(5, 2, EXPERTS, 1)
-    y = run(session(Gate("silu"), gates, ups, down), x, np.array([[0, 1], [3, 4], [5, 0], [1, 3], [4, 5]]), weight)
+    y = run(
+        session(ExpertGate("silu"), gates, ups, down), x, np.array([[0, 1], [3, 4], [5, 0], [1, 3], [4, 5]]), weight
+    )
     assert np.isfinite(y).all()
 
 
@@ -183,5 +189,5 @@ def test_an_index_of_no_expert_is_refused(expert: int) -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (3, 0)])
 def test_choices_that_do_not_fit_the_tokens_are_refused(rows: int, columns: int) -> None:
-    with pytest.raises(Exception, match="Experts: (index is not|no expert of a token)"):
+    with pytest.raises(Exception, match=r"Experts: (index is not|no expert of a token)"):
         run(opened(1), random(3, HIDDEN), np.zeros((rows, columns), np.int64), np.zeros((rows, columns), np.float32))

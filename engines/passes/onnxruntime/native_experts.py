@@ -13,8 +13,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.kernels.operators import DOMAIN
-from engines.passes.base import Lowering, PassResult, deferred, dimension, new_value, parameter_behind, remove_dead
-from tapeout.operators.experts import DOWN_INPUT, NAME, UP_INPUT, Gate, is_experts
+from engines.passes.base import Lowering, PassResult, deferred, dimension, new_value, parameter_behind, replace
+from tapeout.operators.experts import DOWN_INPUT, NAME, UP_INPUT, ExpertGate, is_experts
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # as source/experts.c has them
 LANES = 16  # outputs of a tile
@@ -27,7 +27,7 @@ def run(lowering: Lowering) -> PassResult:
         return PassResult(0, ("no experts in the graph",))
     declined: list[str] = []
     for node in nodes:
-        gate = Gate.of(node)
+        gate = ExpertGate.of(node)
         unknown = "" if gate.activation in ACTIVATIONS else f"there is no kernel for {gate.activation} of experts"
         if reason := lowering.kernels.unsupported(NAME) or unknown:
             declined.append(f"{NAME} {node.outputs[0].name}: {reason}; ONNX Runtime computes it")
@@ -39,7 +39,7 @@ def run(lowering: Lowering) -> PassResult:
     return PassResult(len(nodes) - len(declined), tuple(declined))
 
 
-def _lower(lowering: Lowering, node: ir.Node, gate: Gate) -> None:
+def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> None:
     weights = (_tiled(lowering, node, number, gate) for number in (UP_INPUT, DOWN_INPUT))
     biases = (_bias(lowering, node, number, gate) for number in (UP_INPUT, DOWN_INPUT))
     lowered = ir.node(
@@ -54,12 +54,10 @@ def _lower(lowering: Lowering, node: ir.Node, gate: Gate) -> None:
         domain=DOMAIN,
         outputs=[new_value(f"{node.outputs[0].name}.native", node.outputs[0])],
     )
-    lowering.model.graph.insert_before(node, lowered)
-    node.outputs[0].replace_all_uses_with(lowered.outputs[0])
-    remove_dead(lowering.model, [node])
+    replace(lowering.model, [node], [lowered], {node.outputs[0]: lowered.outputs[0]})
 
 
-def _tiled(lowering: Lowering, node: ir.Node, number: int, gate: Gate) -> ir.Value:
+def _tiled(lowering: Lowering, node: ir.Node, number: int, gate: ExpertGate) -> ir.Value:
     """A weight ``[E, N, K]`` as ``[E, tiles, K, 16]``."""
     value = node.inputs[number]
     assert value is not None
@@ -77,7 +75,7 @@ def _tiled(lowering: Lowering, node: ir.Node, number: int, gate: Gate) -> ir.Val
     return deferred(lowering.model, f"{name}.tiles", shape, ir.DataType.FLOAT, made)
 
 
-def _bias(lowering: Lowering, node: ir.Node, number: int, gate: Gate) -> ir.Value | None:
+def _bias(lowering: Lowering, node: ir.Node, number: int, gate: ExpertGate) -> ir.Value | None:
     """``[E, tiles, 16]``; None for the one zero that stands where experts have no bias."""
     value, weight = node.inputs[number + 2], node.inputs[number]
     assert value is not None
@@ -107,7 +105,7 @@ def _inputs(node: ir.Node) -> list[ir.Value]:
     return [value for value in node.inputs if value is not None]
 
 
-def _separated(rows: NDArray[np.float32], parts: int, gate: Gate) -> list[NDArray[np.float32]]:
+def _separated(rows: NDArray[np.float32], parts: int, gate: ExpertGate) -> list[NDArray[np.float32]]:
     """Gates and ups of ``[E, N, K]``."""
     if parts == 2 and gate.interleaved:
         return [rows[:, ::2], rows[:, 1::2]]

@@ -24,7 +24,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
 @dataclass(frozen=True)
-class Gate:
+class ExpertGate:
     """What becomes of an expert's inner channels: ``activation(min(gate, limit)) * (clip(up, ±limit) + offset)``.
 
     ``activation``: one of ``ACTIVATIONS``, where silu is ``x * sigmoid(alpha * x)``. ``limit`` 0: none.
@@ -38,7 +38,7 @@ class Gate:
     interleaved: bool = False
 
     @classmethod
-    def of(cls, node: ir.Node) -> Gate:
+    def of(cls, node: ir.Node) -> ExpertGate:
         alpha, limit, offset = (node.attributes[name].as_float() for name in ("alpha", "limit", "offset"))
         activation, interleaved = node.attributes["activation"].as_string(), node.attributes["interleaved"].as_int()
         return cls(activation, alpha, limit, offset, bool(interleaved))

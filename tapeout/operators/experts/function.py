@@ -4,7 +4,8 @@ Inputs: x ``[T, H]``, the tokens of all sequences; index ``[T, k]`` (int64) of t
 weight ``[T, k]``; up ``[E, 2I, H]`` of gates and ups, or ``[E, I, H]`` of experts without a gate; down ``[E, H, I]``;
 up_bias ``[E, 2I]`` or ``[E, I]`` and down_bias ``[E, H]``, or ``[1, 1]`` zeros for experts without biases. Output
 ``[T, H]``: the sum of ``weight * (down · inner(up · x + up_bias) + down_bias)`` over the experts of a token. ``inner``
-and the attributes are those of :class:`tapeout.operators.experts.Gate`; without a gate, up is 1 and gates are all.
+and the attributes are those of :class:`tapeout.operators.experts.ExpertGate`; without a gate, up is 1 and gates are
+all.
 
 The body goes through the experts and computes the tokens of each, so it holds one expert's weights and their tokens.
 """

@@ -2,7 +2,7 @@
 
 Modules of experts call what transformers' experts interface holds, and their flags say how weights are laid out. What
 they do between their two projections is measured: gates are called with numbers, and one that does not what
-:class:`tapeout.operators.experts.Gate` can say is refused.
+:class:`tapeout.operators.experts.ExpertGate` can say is refused.
 
 E  experts      H  hidden size      I  inner channels of an expert      T  tokens of all sequences      k  of a token
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tapeout.errors import ExportError
 from tapeout.operators import experts
-from tapeout.operators.experts import Gate
+from tapeout.operators.experts import ExpertGate
 from tapeout.operators.operator import Tracer
 
 FLAGS = ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")  # of the interface
@@ -47,10 +47,11 @@ def require_interface(model: Any) -> None:
 @contextmanager
 def experts_traced(model: Any, tracer: Tracer) -> Generator[None]:
     """See :meth:`tapeout.operators.operator.Operator.traced`."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.integrations import moe
 
+    interface: Any = moe.ALL_EXPERTS_FUNCTIONS
     require_interface(model)
-    found = {module: _gate(module, name) for name, module in model.named_modules() if _calls_interface(module)}
+    found = {module: gate_of(module, name) for name, module in model.named_modules() if _calls_interface(module)}
     if not found:
         yield
         return
@@ -61,13 +62,13 @@ def experts_traced(model: Any, tracer: Tracer) -> Generator[None]:
 
     # A name of its own, so that models in one process never call each other's functions.
     name, previous = f"tapeout_{next(_numbers)}", model.config._experts_implementation
-    ALL_EXPERTS_FUNCTIONS.register(name, emitted)
+    interface.register(name, emitted)
     try:
         model.set_experts_implementation(name)
         yield
     finally:
         model.set_experts_implementation(previous)
-        del ALL_EXPERTS_FUNCTIONS._global_mapping[name]
+        del interface._global_mapping[name]
 
 
 def _calls_interface(module: torch.nn.Module) -> bool:
@@ -85,8 +86,8 @@ def _weights(module: Any) -> list[Tensor]:
     return [*weights, *biases]
 
 
-def _gate(module: Any, name: str) -> Gate:
-    """What a module does between its projections. :class:`ExportError` where no :class:`Gate` says it."""
+def gate_of(module: Any, name: str) -> ExpertGate:
+    """What a module does between its projections. :class:`ExportError` where no :class:`ExpertGate` says it."""
     kind = f"{name} ({type(module).__name__})"
     if module.has_post_expert_norm:
         raise ExportError(
@@ -107,7 +108,7 @@ def _gate(module: Any, name: str) -> Gate:
     )
 
 
-def _candidates(module: Any, inner: int, interleaved: bool) -> list[Gate]:
+def _candidates(module: Any, inner: int, interleaved: bool) -> list[ExpertGate]:
     """Gates with the limit, the offset and the sharpness that a few numbers show.
 
     ``activation(g) * (clip(u) + offset)`` is linear in small u, where its zero is the offset, and constant in large u,
@@ -116,7 +117,7 @@ def _candidates(module: Any, inner: int, interleaved: bool) -> list[Gate]:
     gates = torch.full((3,), WITHIN_LIMITS)
     if not module.has_gate:
         value = _computed(module, gates, None, inner, False)[0].item()
-        return [Gate(activation, _sharpness(value, activation)) for activation in experts.ACTIVATIONS]
+        return [ExpertGate(activation, _sharpness(value, activation)) for activation in experts.ACTIVATIONS]
     ups = torch.tensor([0.0, WITHIN_LIMITS, BEYOND_LIMITS])
     at_zero, near, far = _computed(module, gates, ups, inner, interleaved).tolist()
     slope = (near - at_zero) / WITHIN_LIMITS
@@ -125,7 +126,7 @@ def _candidates(module: Any, inner: int, interleaved: bool) -> list[Gate]:
     offset, limit = round(at_zero / slope, DIGITS), round((far - at_zero) / slope, DIGITS)
     limit = 0.0 if limit > BEYOND_LIMITS / 2 else limit
     return [
-        Gate(activation, _sharpness(slope, activation), limit, offset, interleaved)
+        ExpertGate(activation, _sharpness(slope, activation), limit, offset, interleaved)
         for activation in experts.ACTIVATIONS
     ]
 
@@ -138,7 +139,7 @@ def _sharpness(value: float, activation: str) -> float:
     return round(math.log(sigmoid / (1 - sigmoid)) / WITHIN_LIMITS, DIGITS)
 
 
-def _is_gate(module: Any, gate: Gate, inner: int) -> bool:
+def _is_gate(module: Any, gate: ExpertGate, inner: int) -> bool:
     """Whether a module computes that gate, on a grid of values on both sides of every limit."""
     around = [0.0, 0.3, 1.0, 2.5, 6.0, 20.0, *([gate.limit * share for share in (0.9, 1.1, 3.0)] if gate.limit else [])]
     values = torch.tensor([sign * value for value in around for sign in (1, -1)])
@@ -148,8 +149,8 @@ def _is_gate(module: Any, gate: Gate, inner: int) -> bool:
     return bool(torch.isfinite(actual).all()) and torch.allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def gated(gate: Gate, gates: Tensor, ups: Tensor | None) -> Tensor:
-    """What :class:`Gate` says, of any shape. Without ``ups`` there is no gate, and ``gates`` are all."""
+def gated(gate: ExpertGate, gates: Tensor, ups: Tensor | None) -> Tensor:
+    """What :class:`ExpertGate` says, of any shape. Without ``ups`` there is no gate, and ``gates`` are all."""
     bound = gate.limit or math.inf
     gates = gates.clamp(max=bound)
     active = {
