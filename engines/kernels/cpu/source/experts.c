@@ -217,8 +217,8 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   TRY(attribute_float(api, info, "alpha", &found.alpha));
   TRY(attribute_float(api, info, "limit", &found.limit));
   TRY(attribute_float(api, info, "offset", &found.offset));
-  if (found.activation < 0 || found.activation >= ACTIVATIONS || !(found.limit >= 0))
-    return failure(api, ERROR_ARGUMENT, "Experts: an unknown activation or a negative limit");
+  if (found.activation < 0 || found.activation >= ACTIVATIONS || !(found.alpha > 0) || !(found.limit >= 0))
+    return failure(api, ERROR_ARGUMENT, "Experts: an unknown activation, or an alpha or limit that is negative");
   if (!found.limit) found.limit = INFINITY;
   TRY(constant_input(api, info, 3, &found.up));
   TRY(constant_input(api, info, 4, &found.down));
