@@ -127,7 +127,7 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
     units = {
         "gate_up",
         "down",
-        *(unit for operator in operators().values() for unit in (operator.before, operator.after)),
+        *(unit for operator in operators().values() for unit in (operator.before, operator.after) if unit),
     }
     _require_used(rules, {*names, *(f"layers.{n}.{unit}" for n in range(graph.layers) for unit in units)})
     return {name: matching(name) for name in names}

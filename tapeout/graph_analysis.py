@@ -89,6 +89,13 @@ def find_linears(graph: ir.Graph) -> list[Linear]:
     return linears
 
 
+def find_quantizable(graph: ir.Graph, dependent: Dependent | None = None) -> list[Linear]:
+    """Linears but those that an operator reads in float, such as routers of experts."""
+    dependent = dependent or Dependent(graph)
+    read = [(linear, operator_of(_reached(linear.output, is_operator, dependent))) for linear in find_linears(graph)]
+    return [linear for linear, operator in read if operator is None or operator.before]
+
+
 def _bias(output: ir.Value) -> tuple[ir.Value | None, ir.Value]:
     uses = list(output.uses())
     if len(uses) == 1 and uses[0].node.op_type == "Add":
@@ -151,14 +158,14 @@ def _stride(node: ir.Node) -> int:
 
 
 def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, ...]:
-    """All linears of the model in groups (see :class:`LinearGroup`), in graph order.
+    """All linears that can be quantized, in groups (see :class:`LinearGroup`), in graph order.
 
     ``aliases`` maps tied parameters to the name both are stored under, which is the one the graph carries.
     """
     graph = model.graph
-    linears = find_linears(graph)
-    by_output = {id(linear.output): linear for linear in linears}
     dependent = Dependent(graph)
+    linears = find_quantizable(graph, dependent)
+    by_output = {id(linear.output): linear for linear in linears}
     units = {id(linear): _unit(linear, by_output, graph, dependent) for linear in linears}
     _require_own_weights(linears)
     _require_one_head([linear for linear in linears if units[id(linear)] == "lm_head"])
@@ -224,8 +231,9 @@ def _unit(linear: Linear, by_output: dict[int, Linear], graph: ir.Graph, depende
     if read := operator_of(_reached(linear.output, is_operator, dependent)):
         return read.before
     sources = list(_sources(linear.input, by_output))
-    if written := next((operator_of(source) for source in sources if isinstance(source, ir.Node)), None):
-        return written.after
+    written = [operator.after for source in sources if isinstance(source, ir.Node) if (operator := operator_of(source))]
+    if named := next(filter(None, written), None):
+        return named
     inputs = {id(source.input) for source in sources if isinstance(source, Linear)}
     if sources and len(inputs) == 1 and all(isinstance(source, Linear) for source in sources):
         return "down"

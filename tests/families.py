@@ -132,7 +132,12 @@ SCALED: Mapping[str, Any] = {
     "residual_multiplier": 0.4,
     "attention_multiplier": 0.3,
 }
-EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS: Mapping[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 GEMMA4: Mapping[str, Any] = {
     **DENSE,
     "sliding_window": 8,
@@ -142,6 +147,7 @@ GEMMA4: Mapping[str, Any] = {
 PLAIN: Mapping[str, Any] = {k: v for k, v in DENSE.items() if k not in ("num_key_value_heads", "head_dim")}
 
 MORE_FAMILIES: Mapping[str, Family] = {
+    "lfm2_moe": Family("lfm2_moe", {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
     "llama-yarn": Family(
         "llama",
         {
@@ -166,6 +172,11 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "bitnet": Family("bitnet"),
     "cohere": Family("cohere", rotary="interleaved"),
     "cwm": Family("cwm", {"sliding_window": 8}),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+        LATENT,
+    ),
     "deepseek_v3-dense": Family("deepseek_v3", {"first_k_dense_replace": LAYERS}, LATENT),
     "diffllama": Family("diffllama"),
     "doge": Family("doge"),
@@ -200,6 +211,7 @@ MORE_FAMILIES: Mapping[str, Family] = {
     ),
     "glm": Family("glm", rotary="interleaved"),
     "gpt_bigcode": Family("gpt_bigcode", {}, GPT, rotary="none"),
+    "glm4_moe": Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
     "granite": Family("granite", {**SCALED, "logits_scaling": 1.0}),
     "granite-scaled-logits": Family("granite", {**SCALED, "logits_scaling": 3.0}),
     "granite-no-scaling": Family("granite"),
@@ -272,8 +284,8 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "afmoe": Family("afmoe", EXPERTS),
     "bloom": Family("bloom", {}, {"hidden_size": 64, "n_layer": LAYERS, "n_head": 4}),
     "codegen": Family("codegen", {"rotary_dim": 8}, {**GPT, "n_ctx": MAX_POSITIONS}),
-    "deepseek_v2": Family("deepseek_v2", {"n_routed_experts": 4, "first_k_dense_replace": 1}, LATENT),
-    "ernie4_5_moe": Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2}),
+    "deepseek_v2": Family("deepseek_v2", {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}, LATENT),
+    "ernie4_5_moe": Family("ernie4_5_moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}),
     "falcon": Family("falcon", {}, {**PLAIN, "num_kv_heads": 4}),
     "falcon-alibi": Family("falcon", {"alibi": True}, {**PLAIN, "num_kv_heads": 4}),
     "falcon_mamba": Family("falcon_mamba", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4}),
@@ -298,8 +310,8 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "mpt": Family("mpt", {}, {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": MAX_POSITIONS}),
     "olmoe": Family("olmoe", EXPERTS),
     "phimoe": Family("phimoe", EXPERTS),
-    "qwen2_moe": Family("qwen2_moe", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
-    "qwen3_moe": Family("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 32}),
+    "qwen2_moe": Family("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3_moe": Family("qwen3_moe", EXPERTS),
     "qwen3_next": Family("qwen3_next", {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]}),
     "recurrent_gemma": Family("recurrent_gemma", {"block_types": ["recurrent", "attention"], "lru_width": 64}),
     "rwkv": Family("rwkv", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "context_length": MAX_POSITIONS}),

@@ -105,6 +105,20 @@ _ALL = (
     _recurrence("GatedDelta", Argument("beta")),  # [.., M, H]
     _recurrence("SelectiveScan"),
     KernelOperator(
+        "Experts",
+        (
+            Argument("x"),  # [.., M, H]
+            Argument("index", ("int64",)),  # [M, k]: the experts of a token
+            Argument("weight"),  # [M, k]
+            Argument("up"),  # [E, U, H, 16]: E experts, U tiles of 16 gates, then of 16 ups
+            Argument("down"),  # [E, D, I, 16]: D tiles of 16 outputs
+            Argument("up_bias", optional=True),  # [E, U, 16]
+            Argument("down_bias", optional=True),  # [E, D, 16]
+        ),
+        (_Y,),
+        "experts",
+    ),
+    KernelOperator(
         "NormRows",
         (Argument("x"), Argument("residual", optional=True), Argument("weight"), Argument("rows", ("int64",))),
         (_Y,),  # [P, K]

@@ -28,13 +28,13 @@ from quantization.dequantize import dequantized, describe
 from runtime.gateway.text.sampling_defaults import GENERATION_CONFIG, read_defaults
 from tapeout.errors import ExportError, one_line
 from tapeout.mapped_weights import compute_in_float32, is_finite
+from tapeout.operators.experts.in_torch import require_interface
 from tapeout.tensor_files import FLOATS, StoredTensor, few, stored_tensors
 
 CONFIG = "config.json"
 # Buffers of old releases that transformers computes by itself: masks, positions and rotary frequencies.
 BUFFERS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
-EXPERTS = frozenset({"experts", "block_sparse_moe", "shared_experts"})  # names of modules
-DECODER = "a dense decoder that transformers.AutoModelForCausalLM knows"
+DECODER = "a decoder that transformers.AutoModelForCausalLM knows"
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _config(folder: Path, **options: str) -> Any:
 
 
 def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
-    """The model, on the meta device. Refused: anything that is no dense causal language model."""
+    """The model, on the meta device. Refused: anything that is no causal language model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if getattr(config, "is_encoder_decoder", False):
@@ -206,13 +206,7 @@ def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
             expected="a configuration whose sizes fit together",
             remedy="correct the configuration, or choose another checkpoint",
         ) from error
-    for name, module in skeleton.named_modules():
-        if name.rpartition(".")[2] in EXPERTS or type(module).__name__.endswith("Experts"):
-            raise ExportError(
-                f"{kind.__name__} is a mixture of experts ({name})",
-                expected="a dense decoder",
-                remedy="mixture-of-experts models are not supported; choose a dense one",
-            )
+    require_interface(skeleton)
     return skeleton
 
 

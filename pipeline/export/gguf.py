@@ -144,7 +144,7 @@ def require_known(header: GgufHeader, config: Any, path: Path) -> None:
         raise ExportError(
             f"{path.name} is a mixture of {keys['expert_count']} experts",
             expected="a dense decoder",
-            remedy="mixture-of-experts models are not supported; choose a dense one",
+            remedy="choose the model's checkpoint in safetensors; experts are not read from GGUF files",
         )
     if header.architecture in GGUF_CONFIG_ARCHS:
         raise ExportError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +17,19 @@ from tapeout.tensor_writer import ELEMENT_BYTES
 
 BASE_BYTES = 900 << 20  # torch, transformers, the traced graph, and random caches of the check
 CODES = 8  # weights in a 32-bit word of codes, where the configuration does not say
+STACKED = re.compile(r"\.experts\.\d+\.")  # in names of weights that transformers stacks
 WRITTEN = 4  # copies of a tensor while it is dequantized: codes, scales, zero points, and its float32 words
 
 
 def needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
     """Of an export. Float tensors stay in their files, which the graph shares, as it does those of dequantized ones.
 
-    With an adapter every weight is written once more.
+    With an adapter, or where experts are stacked, every weight is written once more.
     """
     model = model_needs(folder, entry, adapter)
-    if adapter is None:
-        return model
     sizes = _sizes(folder, entry)
+    if adapter is None:
+        return Needs(model.disk_bytes + sizes.held_bytes, model.memory_bytes)
     graph = sizes.stored_bytes + (4 - sizes.least_bytes) * sum(read_adapter(adapter).elements())
     return Needs(model.disk_bytes + graph, model.memory_bytes)
 
@@ -43,27 +45,30 @@ def model_needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
     disk = (sizes.stored_bytes if sizes.written else 0) + 4 * sum(merged)
     working = 2 * max(4 * max(sizes.elements, default=0), min(4 * sum(sizes.elements), SEGMENT_BYTES))
     written = WRITTEN * 4 * max([*sizes.written, *merged], default=0)
-    return Needs(disk_bytes=disk, memory_bytes=BASE_BYTES + max(working, written))
+    return Needs(disk_bytes=disk, memory_bytes=BASE_BYTES + sizes.held_bytes + max(working, written))
 
 
 @dataclass(frozen=True)
 class _Sizes:
     """``elements`` of each tensor, and of each that is ``written`` in float32. ``stored_bytes``: of all of them, then.
 
-    ``least_bytes``: of an element of a weight.
+    ``least_bytes``: of an element of a weight. ``held_bytes``: of a model whose experts are stored one by one, which
+    transformers stacks in memory, in float32.
     """
 
     elements: list[int]
     written: list[int]
     stored_bytes: int
     least_bytes: int
+    held_bytes: int = 0
 
 
 def _sizes(folder: Path, entry: str) -> _Sizes:
     if entry.endswith(".gguf"):
         elements = [*gguf.read_header(folder / entry).elements]
         return _Sizes(elements, elements, 4 * sum(elements), 4)
-    stored = [tensor for tensor in stored_tensors(folder).values() if tensor.dtype in ELEMENT_BYTES]
+    named = stored_tensors(folder)
+    stored = [tensor for tensor in named.values() if tensor.dtype in ELEMENT_BYTES]
     codes = _weights_of_a_word(folder)
     elements = [math.prod(tensor.shape) * (codes if tensor.dtype == "I32" else 1) for tensor in stored]
     written = [n for n, tensor in zip(elements, stored, strict=True) if tensor.dtype not in FLOATS]
@@ -73,7 +78,8 @@ def _sizes(folder: Path, entry: str) -> _Sizes:
         for n, tensor in zip(elements, stored, strict=True)
     )
     least = 4 if written else min((ELEMENT_BYTES[kind] for kind in kept), default=4)
-    return _Sizes(elements, written, size, min(least, 4))
+    held = 4 * sum(elements) if any(map(STACKED.search, named)) else 0
+    return _Sizes(elements, written, size, min(least, 4), held)
 
 
 def _weights_of_a_word(folder: Path) -> int:

@@ -39,7 +39,7 @@ class _Tracer:
     kept: list[tuple[int, TracedState]] = field(default_factory=list[tuple[int, TracedState]])  # with its layer
     calls: int = 0
     layer: int = 0  # that is running
-    called: set[int] = field(default_factory=set[int])  # layers with a node
+    called: set[int] = field(default_factory=set[int])  # layers with a node that keeps state
     emits: bool = False
     _names: Counter[tuple[int, str]] = field(default_factory=Counter[tuple[int, str]])
     _mask: torch.Tensor | None = None
@@ -81,7 +81,8 @@ class _Tracer:
         self.calls += 1
         data = inputs[0]
         assert data is not None
-        self.called.add(self.layer)
+        if state:
+            self.called.add(self.layer)
         if not self.emits:
             self.kept += ((self.layer, each) for each in state)
             return torch.zeros_like(data)
@@ -136,7 +137,6 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     recurrence; outputs ``logits [B, S, V]`` and the same state after the tokens,
     ``present.N.key|value [B, kv_heads, P+S, head_size]`` and so on.
     """
-    _refuse_unsupported(model)
     tracer = _Tracer(longest(model))
     with contextlib.ExitStack() as stack:
         for each in (weightless(model), _unknown_functions_refused(model), _layers_followed(model, tracer)):
@@ -170,17 +170,6 @@ def longest(model: Any) -> int:
             remedy="add max_position_embeddings to config.json, as the model's authors state it",
         )
     return found
-
-
-def _refuse_unsupported(model: Any) -> None:
-    """Refuse routers of experts, which a graph of linears cannot hold."""
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts"):
-            raise ExportError(
-                f"{type(model).__name__} is a mixture of experts ({name})",
-                expected="a dense decoder",
-                remedy="choose a dense model; mixtures of experts are not supported",
-            )
 
 
 @contextlib.contextmanager

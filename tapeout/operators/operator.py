@@ -73,7 +73,8 @@ class Tracer(Protocol):
 class Operator(Protocol):
     """``name``: the type of its nodes. ``functions``: names of transformers' replaceable functions that it computes.
 
-    ``before``, ``after``: what groups of linears are called that it reads from, and that read from it.
+    ``before``, ``after``: what groups of linears are called that it reads from, and that read from it. Empty
+    ``before``: these stay in float. Empty ``after``: its output joins the residual stream.
     """
 
     name: str

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
@@ -16,10 +17,11 @@ from pipeline.export.check import Difference, largest_difference
 from pipeline.export.export import MODEL_FILE
 from pipeline.export.trace import trace
 from tapeout.errors import ExportError
-from tapeout.graph_analysis import find_groups
+from tapeout.graph_analysis import find_groups, size
 from tapeout.operators.attention import is_attention
+from tapeout.operators.experts import UP_INPUT, is_experts
 from tests.exported import family_graph
-from tests.families import export_model, random_model
+from tests.families import MAX_POSITIONS, export_model, random_model
 from tests.lowering import parameter
 
 POSITIONS, WINDOW = 512, 300  # neither is reached by a prompt of some twenty tokens
@@ -264,10 +266,47 @@ def test_a_bias_in_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         trace(random_model("llama"))
 
 
-def test_a_router_of_experts() -> None:
-    with pytest.raises(ExportError, match="is a mixture of experts") as caught:
-        trace(random_model("mixtral"))
+def test_experts_outside_the_interface() -> None:
+    with pytest.raises(ExportError, match="is a mixture of experts outside transformers' experts interface") as caught:
+        trace(random_model("llama4"))
     assert "\x1b" not in str(caught.value)
+
+
+def test_a_gate_of_experts_that_no_graph_has() -> None:
+    model = random_model("olmoe")
+    model.model.layers[1].mlp.experts.act_fn = torch.nn.Tanh()
+    with pytest.raises(
+        ExportError, match=r"layers\.1\.mlp\.experts .* computes something else between its projections"
+    ):
+        trace(model)
+
+
+@pytest.mark.parametrize("part", ["index", "weight", "gate"])
+def test_experts_are_not_those_of_the_model(part: str, tmp_path: Path) -> None:
+    """The next expert is asked; its share is a hundredth larger; gelu stands where silu was."""
+    graph = family_graph("olmoe")
+    graph_model = ir.load(graph.folder / MODEL_FILE)
+    node = next(node for node in graph_model.graph if is_experts(node))
+    if part == "index":
+        later = insert(graph_model.graph, node, "Add", node.inputs[1], integer(graph_model.graph, "one", 1))
+        count = integer(graph_model.graph, "count", size(node.inputs[UP_INPUT], 0))
+        node.replace_input_with(1, insert(graph_model.graph, node, "Mod", later, count))
+    elif part == "weight":
+        more = parameter("more", np.array(1.01, np.float32))
+        graph_model.graph.register_initializer(more)
+        node.replace_input_with(2, insert(graph_model.graph, node, "Mul", node.inputs[2], more))
+    else:
+        node.attributes["activation"] = ir.AttrString("activation", "gelu")
+    edited = shutil.copytree(graph.folder, tmp_path / "graph") / "edited.onnx"
+    ir.save(graph_model, edited)
+    (work := tmp_path / "work").mkdir()
+    assert largest_difference(random_model("olmoe"), edited, work, positions=MAX_POSITIONS).error > TOLERANCE
+
+
+def integer(graph: ir.Graph, name: str, number: int) -> ir.Value:
+    value = parameter(name, np.array(number, np.int64))
+    graph.register_initializer(value)
+    return value
 
 
 def test_a_weight_that_two_linears_read() -> None:

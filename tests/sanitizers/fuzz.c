@@ -139,6 +139,7 @@ typedef struct {
   int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, packed; /* of attention */
   int bits, cache; /* of its cache: of a channel, and the type */
   float softcap, scale, epsilon;
+  float alpha, limit, offset;          /* of experts, whose activation is `kind` */
   uint64_t quantized, clipped;         /* activations that the process counted before the run */
   Value key_cache, value_cache, state; /* as they were before the run */
 } Node;
@@ -580,6 +581,89 @@ static void check_conv(const Node* node) {
       }
 }
 
+/* --- experts ---------------------------------------------------------------------------------------------------- */
+
+enum { X, INDEX, SHARE, UP, DOWN, UP_BIAS, DOWN_BIAS, EXPERT_INPUTS };
+
+static Node new_experts(void) {
+  Node node = {.what = "Experts", .op = find_op("Experts")};
+  Value* in = node.context.inputs;
+  const int64_t H = random_int(1, 50), I = random_int(1, 80), E = random_int(1, 5), tokens = random_int(0, 9);
+  const int64_t chosen = random_int(1, E), inner = (I + 15) / 16, up = inner * (1 + !one_in(3)), down = (H + 15) / 16;
+  new_value(&in[X], FLOAT, 3, (int64_t[]){1, tokens, H});
+  new_value(&in[INDEX], INT64, 2, (int64_t[]){tokens, chosen});
+  new_value(&in[SHARE], FLOAT, 2, (int64_t[]){tokens, chosen});
+  new_value(&in[UP], FLOAT, 4, (int64_t[]){E, up, H, 16});
+  new_value(&in[DOWN], FLOAT, 4, (int64_t[]){E, down, I, 16});
+  if (one_in(2)) new_value(&in[UP_BIAS], FLOAT, 3, (int64_t[]){E, up, 16});
+  if (one_in(2)) new_value(&in[DOWN_BIAS], FLOAT, 3, (int64_t[]){E, down, 16});
+  for (int i = 0; i < EXPERT_INPUTS; i++) {
+    if (i != INDEX && in[i].present) fill_floats(&in[i], 1);
+    node.changed[i] = i < UP_BIAS ? ALL : LAST_AXIS | TYPE | ALIGNMENT;
+  }
+  for (int64_t i = 0; i < tokens * chosen; i++) ((int64_t*)in[INDEX].data)[i] = random_int(0, one_in(2) ? 0 : E - 1);
+  if (tokens && one_in(6)) ((float*)in[X].data)[random_int(0, tokens * H - 1)] = NAN;
+  node.context.input_count = EXPERT_INPUTS;
+  node.kind = (int)random_int(0, 2), node.alpha = one_in(2) ? 1 : 1.702f, node.limit = one_in(2) ? 0 : 0.8f;
+  node.offset = one_in(2) ? 0 : 1;
+  add_int(&node.info, "activation", node.kind), add_float(&node.info, "alpha", node.alpha);
+  add_float(&node.info, "limit", node.limit), add_float(&node.info, "offset", node.offset);
+  return node;
+}
+
+/* A dot product with one output of a tiled weight, and the sum of what was added up. */
+static double tiled_dot(const Value* weight, const Value* bias, int64_t expert, int64_t output, const double* x,
+                        double* sizes) {
+  const int64_t tile = expert * weight->dims[1] + output / 16, K = weight->dims[2], lane = output % 16;
+  double sum = bias->present ? ((float*)bias->data)[tile * 16 + lane] : 0;
+  *sizes = fabs(sum);
+  for (int64_t k = 0; k < K; k++) {
+    const double product = ((float*)weight->data)[(tile * K + k) * 16 + lane] * x[k];
+    sum += product, *sizes += fabs(product);
+  }
+  return sum;
+}
+
+static double activated(const Node* node, double x) {
+  if (node->limit && x > node->limit) x = node->limit;
+  if (node->kind == 2) return x < 0 ? 0 : x * x;
+  const double sharpened = node->kind ? 1.5957691216057308 * (x + 0.044715 * x * x * x) : node->alpha * x;
+  return x / (1 + exp(-sharpened));
+}
+
+static void check_experts(const Node* node) {
+  const Value* in = node->context.inputs;
+  const int64_t tokens = in[X].dims[1], H = in[X].dims[2], chosen = in[INDEX].dims[1], I = in[DOWN].dims[2];
+  const int64_t inner = (I + 15) / 16 * 16;
+  for (int64_t token = 0; token < tokens; token++) {
+    double x[50], between[80], y[50] = {0}, limit[50] = {0};
+    for (int64_t h = 0; h < H; h++) x[h] = ((float*)in[X].data)[token * H + h];
+    for (int64_t choice = 0; choice < chosen; choice++) {
+      const int64_t expert = ((int64_t*)in[INDEX].data)[token * chosen + choice];
+      const double share = ((float*)in[SHARE].data)[token * chosen + choice];
+      double most = 0, sizes, more = 1;
+      for (int64_t i = 0; i < I; i++) {
+        between[i] = activated(node, tiled_dot(&in[UP], &in[UP_BIAS], expert, i, x, &sizes));
+        if (in[UP].dims[1] * 16 > inner) {
+          double up = tiled_dot(&in[UP], &in[UP_BIAS], expert, inner + i, x, &more);
+          if (node->limit) up = up > node->limit ? node->limit : up < -node->limit ? -node->limit : up;
+          between[i] *= up + node->offset, more += 1;
+        }
+        most = fmax(most, (1 + sizes) * (1 + sizes) * more);
+      }
+      for (int64_t h = 0; h < H; h++) {
+        y[h] += share * tiled_dot(&in[DOWN], &in[DOWN_BIAS], expert, h, between, &sizes);
+        limit[h] += fabs(share) * (sizes + most * 0.01 * (double)I) * 1e-5;
+      }
+    }
+    for (int64_t h = 0; h < H; h++) {
+      const float found = ((float*)node->context.outputs[0].data)[token * H + h];
+      if (isnan(y[h]) ? !isnan(found) : !(fabs(found - y[h]) <= limit[h]))
+        fail("Experts: channel %d of token %d: %g, expected %g", (int)h, (int)token, found, y[h]);
+    }
+  }
+}
+
 /* --- attention -------------------------------------------------------------------------------------------------- */
 
 enum {
@@ -811,6 +895,7 @@ static void check_attention(Node* node) {
 
 static int64_t malformed_int(const char* name) {
   if (!strcmp(name, "local_window_size")) return PICK(-1, INT64_MIN);
+  if (!strcmp(name, "activation")) return PICK(-1, 3, INT64_MIN, INT64_MAX);
   return PICK(0, -1, INT64_MIN, INT64_MAX, INT64_C(1) << 40, INT64_C(1) << 31, -32);
 }
 
@@ -863,7 +948,7 @@ static const char* malform(Node* node, int64_t thing) {
       return "another half_scales";
     }
     if (!strncmp(attribute->name, "do_", 3) || !strncmp(attribute->name, "rotary", 6) ||
-        !strcmp(attribute->name, "symmetric"))
+        !strcmp(attribute->name, "symmetric") || !strcmp(attribute->name, "offset"))
       return NULL;
     if (attribute->is_float) {
       const float bad[] = {NAN, -1.0f, -INFINITY};
@@ -933,6 +1018,11 @@ static const char* malform(Node* node, int64_t thing) {
     const int64_t rows[] = {elements_of(&context->inputs[0]) / context->inputs[2].dims[0], -1, INT64_MIN, INT64_MAX};
     ((int64_t*)context->inputs[ROWS].data)[0] = rows[random_int(0, 3)];
     return "a malformed row";
+  }
+  if (!strcmp(node->what, "Experts") && elements_of(&context->inputs[INDEX])) {
+    const int64_t experts[] = {context->inputs[UP].dims[0], -1, INT64_MIN, INT64_MAX};
+    ((int64_t*)context->inputs[INDEX].data)[0] = experts[random_int(0, 3)];
+    return "an index of no expert";
   }
   if (!strcmp(node->what, "QuantizeActivations")) {
     const float wrong[] = {0, -0.01f, NAN, INFINITY};
@@ -1052,7 +1142,8 @@ static void run_draws(void) {
 static Node new_node(int64_t op) {
   if (op < 4) return new_linear(one_in(150) ? 32768 : 0);
   if (op < 8) return op == 4 ? new_gather() : new_attention();
-  return op == 8 ? new_quantize() : op == 9 ? new_norm_rows() : new_conv();
+  if (op == 8) return new_quantize();
+  return op == 9 ? new_norm_rows() : op == 10 ? new_conv() : new_experts();
 }
 static void check_node(Node* node) {
   write_results(node);
@@ -1066,6 +1157,8 @@ static void check_node(Node* node) {
     check_norm_rows(node);
   else if (!strcmp(node->what, "CausalConv"))
     check_conv(node);
+  else if (!strcmp(node->what, "Experts"))
+    check_experts(node);
   else
     check_linear(node);
 }
@@ -1076,7 +1169,7 @@ static int64_t random_thing(const Node* node) {
   const int64_t inputs = (int64_t)node->context.input_count, thing = random_int(0, inputs + 1);
   const int checks_values = !strcmp(node->what, "CachedAttention") || !strcmp(node->what, "BlockGather") ||
                             !strcmp(node->what, "QuantizeActivations") || !strcmp(node->what, "NormRows") ||
-                            !strcmp(node->what, "CausalConv");
+                            !strcmp(node->what, "CausalConv") || !strcmp(node->what, "Experts");
   if (checks_values && one_in(2)) return MOST_INPUTS + 1;
   return thing < inputs ? thing : MOST_INPUTS + thing - inputs;
 }
@@ -1094,7 +1187,7 @@ static void run_case(int64_t counts[4]) {
     counts[1]++;
     return;
   }
-  Node node = new_node(random_int(0, 10));
+  Node node = new_node(random_int(0, 11));
   const int64_t way = random_int(0, 9);
   use_threads = one_in(12);
   choose_threads_at_start = running_case % 4 == 0;

@@ -250,6 +250,21 @@ DEFECTS = {
     "there may be any number of taps": Defect(
         "causal_conv.c", "weight.dims[0] > MOST_TAPS ||", "", "out of bounds|accepted|AddressSanitizer"
     ),
+    "an index may be one too large": Defect(
+        "experts.c", "w->index[i] >= w->experts", "w->index[i] > w->experts", "accepted|overflow"
+    ),
+    "ups are read where gates are": Defect(
+        "experts.c", "ups = gates + w->inner_tiles", "ups = gates", "Experts.*expected"
+    ),
+    "the bias of experts is not checked": Defect(
+        "experts.c",
+        "(down_bias.present && !holds(&down_bias, FLOAT, w.experts * w.hidden_tiles * LANES))",
+        "0",
+        "overflow|accepted",
+    ),
+    "the shares of a token are exchanged": Defect(
+        "experts.c", "splat(w->weight[pair])", "splat(w->weight[(int64_t)token * w->chosen])", "Experts.*expected"
+    ),
     "the last activations are read as a whole vector": Defect(
         "quantize_activations.c", "load_first(x + i, count - i)", "load(x + i)", "heap-buffer-overflow"
     ),

@@ -19,6 +19,7 @@ from tapeout.errors import ResourceError
 from tapeout.resources import Needs
 from tapeout.schemes import Scheme
 from tests.checkpoints import adapter, change_json, change_weights, checkpoint, gguf_file
+from tests.families import random_model, save_checkpoint
 from tests.graphs import llama_graph
 from tests.quantized import quantized_model
 
@@ -104,6 +105,15 @@ def test_memory_follows_from_the_largest_tensor(
     adapter(tmp_path / "adapter", load_checkpoint(tiny_checkpoint).model)  # of matrices that are smaller than the head
     merged = needs(tiny_checkpoint, "", tmp_path / "adapter").memory_bytes
     assert BASE_BYTES + 2 * largest <= merged < BASE_BYTES + 4 * largest
+
+
+def test_a_model_whose_experts_are_stacked_is_held_and_written(tmp_path: Path) -> None:
+    model = random_model("olmoe")
+    folder = save_checkpoint(model, tmp_path / "checkpoint")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    found = needs(folder, "")
+    assert found.disk_bytes == size and found.memory_bytes > BASE_BYTES + size
+    assert model_needs(folder, "").disk_bytes == 0
 
 
 @pytest.mark.parametrize(("bits", "words"), [(4, 8), (8, 4), (6, 6)])

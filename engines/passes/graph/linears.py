@@ -2,8 +2,8 @@
 
 MatMul(x, Transpose(weight)) [+ bias]   ->   Linear(x) {weights: [name], biases: [name or ""]}
 
-``MatMul(x, weight)`` over an ``[in, out]`` parameter is the same: from here on every weight is ``[out, in]``. What all
-kernel passes share stands here, too.
+``MatMul(x, weight)`` over an ``[in, out]`` parameter is the same: from here on every weight is ``[out, in]``. Routers
+of experts stay as they are. What all kernel passes share stands here, too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import onnx_ir as ir
 from engines.bundle import LinearOutput
 from engines.passes.base import INTERNAL, Lowering, PassResult, initializer, new_value, replace
 from tapeout.errors import BuildError
-from tapeout.graph_analysis import find_linears
+from tapeout.graph_analysis import find_quantizable, is_parameter
 from tapeout.quantized import QuantizedWeight
 
 OP = "Linear"
 
 
 def run(lowering: Lowering) -> PassResult:
-    linears = find_linears(lowering.model.graph)
+    linears = find_quantizable(lowering.model.graph)
     for linear in linears:
         node = ir.Node(
             INTERNAL,
@@ -43,8 +43,15 @@ def run(lowering: Lowering) -> PassResult:
         if linear.transposed and not linear.weight.uses():
             del lowering.model.graph.initializers[linear.name]  # its shape is the other way round
     others = [n for n in lowering.model.graph if n.op_type in ("MatMul", "Gemm")]
-    declined = tuple(f"{n.op_type} {n.outputs[0].name}: its weight is not a parameter; kept in float" for n in others)
+    declined = tuple(f"{n.op_type} {n.outputs[0].name}: {_unlike(n)}; kept in float" for n in others)
     return PassResult(len(linears), declined if linears or declined else ("no matmul in the graph",))
+
+
+def _unlike(matmul: ir.Node) -> str:
+    weight = matmul.inputs[1]
+    producer = weight.producer() if weight is not None else None
+    known = weight if producer is None or producer.op_type != "Transpose" else producer.inputs[0]
+    return "a router of experts" if is_parameter(known) else "its weight is not a parameter"
 
 
 def is_linear(node: ir.Node | None) -> bool:

@@ -39,13 +39,13 @@ def after_tokens(model: Any, cached: Callable[[str], Tensor]) -> Generator[None]
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        attention_mask: Tensor | None,
         scaling: float | None = None,
         softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         key, value = (torch.cat([cached(part), new], 2) for part, new in (("key", key), ("value", value)))
-        return attend(query, key, value, mask, scaling, softcap), None
+        return attend(query, key, value, attention_mask, scaling, softcap), None
 
     with attention_replaced(model, attention, sdpa_mask):
         yield

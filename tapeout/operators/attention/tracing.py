@@ -98,7 +98,8 @@ class _TracedAttention:
         shape = int(key.shape[1]), 0, int(head_size)
         kept = [TracedState(part, shape, grows=2) for part in ("key", "value")]
         inputs = [query, key, value, *([self.tracer.mask] if self.tracer.emits else [])]
-        return self.tracer.node(attention.OPERATOR, inputs, attributes, kept, query.shape[2]).transpose(1, 2), None
+        output = self.tracer.node(attention.OPERATOR, inputs, attributes, kept, query.shape[2])
+        return output.transpose(1, 2).contiguous(), None  # as transformers' own functions give it
 
     def _window_of(self, mask: torch.Tensor | None, name: str, causal: bool) -> int:
         """The window of the mask that an attention gets. Without a mask, transformers' attention is plainly causal."""
