@@ -129,15 +129,14 @@ class Sequences:
     def _step(self, batch: Sequence[SlotEntry], wanted: Wanted) -> list[Result]:
         """One step. :class:`RequestError` of the first entry that has one."""
         entries = [self._entry(each, wanted) for each in batch]
-        states = [self._states[each.slot] for each in batch] if self._states else []
+        if not self._states:
+            return _sound(self.engine.step(entries))
+        states = [self._states[each.slot] for each in batch]
         copied = [state.copied for state in states]
         for state in states:
             state.forget()
-        results = self.engine.step(entries)
-        for result in results:
-            if result.error is not None:
-                raise result.error
-        for state, each, entry, before in zip(states, batch, entries, copied, strict=False):
+        results = _sound(self.engine.step(entries))
+        for state, each, entry, before in zip(states, batch, entries, copied, strict=True):
             state.fed(entry.start, entry.tokens, entry.snapshots[0][0] if entry.snapshots else before)
             if each.source not in (None, each.slot):
                 state.lose()
@@ -145,7 +144,8 @@ class Sequences:
 
     def _entry(self, each: SlotEntry, wanted: Wanted) -> Entry:
         slot, tokens, start, positions, source, resumed = each
-        self._require_slots(slot, 1)
+        if not 0 <= slot < self.slots:
+            self._require_slots(slot, 1)
         blocks: Sequence[int] = self._tables[slot]
         if source is not None and source != slot:
             self._require_slots(source, 1)
@@ -177,6 +177,13 @@ class Sequences:
     def _require_slots(self, first: int, count: int) -> None:
         if not (count >= 1 and 0 <= first <= self.slots - count):
             raise RequestError(f"{count} slots from {first}", expected=f"slots 0 to {self.slots - 1}")
+
+
+def _sound(results: list[Result]) -> list[Result]:
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    return results
 
 
 def room_for(has: EngineCapabilities, max_tokens: int) -> int:
