@@ -302,9 +302,9 @@ def test_an_operator_with_a_vector_of_state(tmp_path: Path) -> None:
     checkout.edit("engines/kernels/operators.py", ")\nOPERATORS = {", DECLARED)
     for old in (
         "            recurrent_conv,\n            silu,",
-        "                recurrent_conv,\n                norms,",
+        "                native_experts,\n                norms,",
     ):
-        new = old.replace("recurrent_conv,", "recurrent_conv, running_mean,")
+        new = old.replace(",\n", ", running_mean,\n", 1)
         checkout.edit("engines/targets/ort_cpu/__init__.py", old, new)
     row = "| `RunningMean` | a running mean of each channel | |"
     checkout.edit("docs/native-kernels.md", "| `BlockGather` |", f"{row}\n| `BlockGather` |")
