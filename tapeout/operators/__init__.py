@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DOMAIN = "tapeout"  # of their nodes
 PAST, PRESENT = "past_key_values", "present"  # before the layer, in the name of an input and an output of the graph
-HELPERS = ("operator", "hub_functions")  # modules here that are none
+HELPERS = ("operator", "hub_functions", "recurrent")  # modules here that are none
 
 
 class OperatorNode(NamedTuple):

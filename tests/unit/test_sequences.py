@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engines.protocol import Entry, Result
 from engines.sequences import Sequences, SlotEntry
 from tapeout.errors import RequestError
 from tests.chain_engine import ChainEngine
@@ -89,12 +92,22 @@ def test_what_a_slot_does_not_hold_is_refused(kind: str) -> None:
         sequences.prefill(0, [4], start=5)
 
 
+class Counted(ChainEngine):
+    """``counts``: tokens of each step."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.counts: list[int] = []
+
+    def step(self, batch: Sequence[Entry]) -> list[Result]:
+        self.counts.append(sum(len(entry.tokens) for entry in batch))
+        return super().step(batch)
+
+
 def test_few_tokens_are_fed_again() -> None:
     """A sequence that goes on at several places after its prompt is fed from there on, not from the beginning."""
-    engine, sequences = opened("both")
-    counts: list[int] = []
-    step = engine.step
-    engine.step = lambda batch: counts.append(sum(len(entry.tokens) for entry in batch)) or step(batch)  # type: ignore[method-assign]
+    engine = Counted(blocks=SLOTS * MOST // 4, slots=2 * SLOTS, max_tokens=MOST)
+    sequences, counts = Sequences(engine), engine.counts
     sequences.prefill(0, list(range(10)))
     for position in (10, 11, 10, 11):
         sequences.decode([7], [position])

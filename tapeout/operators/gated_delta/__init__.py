@@ -7,42 +7,22 @@ sequence keeps the matrices.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tapeout.operators import DOMAIN
-from tapeout.state import Recurrent, StateTensor
+from tapeout.operators.recurrent import likely_scale, recurrent_state
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx_ir as ir
     from numpy.typing import NDArray
 
     from tapeout.operators.operator import StateBefore, StateChange, Tracer
+    from tapeout.state import Recurrent
 
 NAME = "GatedDelta"
 STATE = "delta"
-QUERY_INPUT, PAST_INPUT = 1, 6
-
-
-@dataclass(frozen=True)
-class GatedDeltaNode:
-    """What a node of a portable graph fixes. Each head of queries and keys serves ``heads / key_heads`` of values."""
-
-    key_heads: int
-    heads: int
-    key_size: int
-    value_size: int
-
-    @classmethod
-    def of(cls, node: ir.Node) -> GatedDeltaNode:
-        query, past = node.inputs[QUERY_INPUT], node.inputs[PAST_INPUT]
-        assert query is not None and query.shape is not None and past is not None and past.shape is not None
-        key_heads, (_, heads, key_size, value_size) = query.shape[2], past.shape
-        assert isinstance(key_heads, int) and isinstance(heads, int)
-        assert isinstance(key_size, int) and isinstance(value_size, int)
-        return cls(key_heads, heads, key_size, value_size)
+PAST_INPUT = 6
 
 
 class GatedDelta:
@@ -58,16 +38,10 @@ class GatedDelta:
         return gated_delta_function()
 
     def state(self, node: ir.Node, layer: int, dtype: str) -> Recurrent:
-        past = node.inputs[PAST_INPUT]
-        assert past is not None and past.name is not None
-        found = GatedDeltaNode.of(node)
-        shape = found.heads, found.key_size, found.value_size
-        return Recurrent(
-            layer=layer, tensors=(StateTensor(name=past.name.rpartition(".")[2], shape=shape, dtype="float32"),)
-        )
+        return recurrent_state(node.inputs[PAST_INPUT], layer)
 
     def scale(self, node: ir.Node, name: str, seen: NDArray[np.float32], tokens: int) -> float:
-        return float(np.sqrt((seen**2).mean()))
+        return likely_scale(seen)
 
     def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
         from tapeout.operators.gated_delta.in_torch import delta_traced

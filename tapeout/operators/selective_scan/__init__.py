@@ -9,16 +9,16 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tapeout.operators import DOMAIN
-from tapeout.state import Recurrent, StateTensor
+from tapeout.operators.recurrent import likely_scale, recurrent_state
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx_ir as ir
     from numpy.typing import NDArray
 
     from tapeout.operators.operator import StateBefore, StateChange, Tracer
+    from tapeout.state import Recurrent
 
 NAME = "SelectiveScan"
 STATE = "scan"
@@ -38,15 +38,10 @@ class SelectiveScan:
         return selective_scan_function()
 
     def state(self, node: ir.Node, layer: int, dtype: str) -> Recurrent:
-        past = node.inputs[PAST_INPUT]
-        assert past is not None and past.name is not None and past.shape is not None
-        _, *shape = past.shape
-        heads, key_size, value_size = (int(size) for size in shape if isinstance(size, int))
-        tensor = StateTensor(name=past.name.rpartition(".")[2], shape=(heads, key_size, value_size), dtype="float32")
-        return Recurrent(layer=layer, tensors=(tensor,))
+        return recurrent_state(node.inputs[PAST_INPUT], layer)
 
     def scale(self, node: ir.Node, name: str, seen: NDArray[np.float32], tokens: int) -> float:
-        return float(np.sqrt((seen**2).mean()))
+        return likely_scale(seen)
 
     def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
         from tapeout.operators.selective_scan.in_torch import scan_traced
