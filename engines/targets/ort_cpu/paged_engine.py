@@ -56,6 +56,9 @@ class PagedEngine:
         options = cpu_options(threads, library, bundle.record.operator_counts, chooses=True)
         mapped = keep_mapped(options, bundle) and bundle.record.precision == "float32"
         self._run_tokens = MAPPED_RUN_TOKENS if mapped else RUN_TOKENS
+        if "RotaryEmbedding" in bundle.record.operator_counts:
+            # ONNX Runtime's refuses more tokens, of whatever sequences, than its table has positions.
+            self._run_tokens = min(self._run_tokens, io.max_tokens)
         self._session = open_session(str(bundle.folder / "model.onnx"), options)
         self.digest = bundle.digest
         self.capabilities = EngineCapabilities(
