@@ -16,7 +16,8 @@ log = logging.getLogger("tapeout.engine")
 
 
 def run(source: str, address: str, key_file: Path | None, opening: EngineOptions, approval: ApprovalOptions) -> None:
-    settings, required = engine_settings(opening, approval.public_key), approval.required
+    required = approval.required
+    settings = engine_settings(opening, required.public_key)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     place, key = Address.parse(address), read_key(key_file)
     listener = place.listen(key)

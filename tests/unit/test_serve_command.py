@@ -10,7 +10,9 @@ import pytest
 
 from engines.bundle import EngineBundle
 from evals.check import Outcome
+from pipeline.cli import engine
 from pipeline.cli.serve import find_challenger, parse_bytes, require_judged
+from pipeline.cli.serve_options import ApprovalOptions, EngineOptions
 from pipeline.registry import serving
 from pipeline.registry.access import VersionReference
 from pipeline.registry.bundle_store import store_folder
@@ -18,6 +20,7 @@ from pipeline.registry.promotion import promote
 from pipeline.registry.pull import Requirements, pull
 from pipeline.registry.register import register
 from runtime.gateway.http.listen import ServeError, listen
+from runtime.wire.start import Start
 from tapeout import artifact
 from tapeout.errors import ArtifactError, RegistryError
 from tests import judged
@@ -37,6 +40,18 @@ def test_any_other_outcome_is_refused(tmp_path: Path, outcome: Outcome) -> None:
     with pytest.raises(ServeError, match=outcome.value):
         require_judged(tmp_path / "artifacts" / "candidate", unsafe=False)
     require_judged(tmp_path / "artifacts" / "candidate", unsafe=True)
+
+
+def test_an_unsafe_engine_asks_for_no_signature_as_an_unsafe_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged.write_run(tmp_path / "artifacts", evidence=judged.good(KL[Outcome.FAIL]))
+    started: list[Start] = []
+    monkeypatch.setattr("runtime.engine.worker.listen", lambda start, listener, key: started.append(start))
+    approval = ApprovalOptions(unsafe=True, public_key=tmp_path / "key.pub")
+    candidate, address = tmp_path / "artifacts" / "candidate", f"unix:{tmp_path / 'socket'}"
+    engine.run(str(candidate), address, None, EngineOptions(), approval)
+    assert started[0].settings.public_key is None
 
 
 def test_a_pass_about_another_bundle_is_refused(tmp_path: Path) -> None:
