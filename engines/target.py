@@ -59,6 +59,7 @@ class Capabilities:
 
     libraries: tuple[str, ...]  # distributions whose versions enter the fingerprint
     kv_dtypes: tuple[str, ...]
+    compilers: tuple[str, ...] = ()  # distributions that compile its kernels; a build needs them, an engine does not
     precisions: Mapping[str, Precision] = field(default_factory=dict[str, Precision])  # empty: the plan decides
     parity_probe: bool = False  # ``probe`` is implemented
     int8_activations: bool = False  # linears over blocks of codes round their input to int8, by row and block

@@ -98,7 +98,7 @@ def build_float(
 
 @cache
 def _code() -> str:
-    return f"{module_hashes('pipeline.export.export', 'ort-cpu')} {libraries()}"
+    return f"{module_hashes('pipeline.export.export', 'ort-cpu')} {libraries('ort-cpu')}"
 
 
 def _graph(folder: Path) -> Artifact[PortableGraph]:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from engines.bundle import SEQUENCE_SLOTS, EngineBundle, IOContract
 from engines.kernels import cpu as native
-from engines.kernels.cpu.compiler import COMPILER
-from engines.load import at_level
+from engines.load import at_level, find_target
 from pipeline.registry.tracking import probe, public_uri, sqlite_path, tracking_uri, unreachable
 from tapeout.artifact import load
 from tapeout.errors import TapeoutError
@@ -56,7 +55,7 @@ INT8_DOT_PRODUCTS = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
 RUN_PACKAGES = ("onnxruntime", "onnx", "tokenizers", "jinja2", "numpy")
 BUILD_PACKAGES = (
     *("torch", "transformers", "onnxscript", "compressed-tensors", "datasets", "lm-eval", "dvc", "mlflow"),
-    COMPILER,
+    *find_target(DEFAULT_TARGET).capabilities.compilers,
 )
 # Package -> how to get it.
 TENSORRT_PACKAGES = {

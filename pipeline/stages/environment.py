@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from engines.kernels.cpu.compiler import COMPILER
+from engines.load import find_target
 from pipeline.recipe import Recipe
 from tapeout.fingerprint import cpu_features
 from tapeout.recipe import Section
@@ -26,10 +26,12 @@ LIBRARIES = (
 )
 
 
-def libraries() -> dict[str, str]:
+def libraries(target: str) -> dict[str, str]:
+    """Distribution -> version, with the compilers of a target."""
     found = {"python": platform.python_version(), **{name: metadata.version(name) for name in LIBRARIES}}
-    with contextlib.suppress(metadata.PackageNotFoundError):  # a build says so
-        found[COMPILER] = metadata.version(COMPILER)
+    for compiler in find_target(target).capabilities.compilers:
+        with contextlib.suppress(metadata.PackageNotFoundError):  # a build says so
+            found[compiler] = metadata.version(compiler)
     return found
 
 

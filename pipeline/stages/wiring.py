@@ -91,7 +91,11 @@ def _environment(recipe: Recipe) -> None:
     hashes["hardware"] = module_hashes("pipeline.stages.hardware", HARDWARE_TARGET)
     parameters["hardware"] = listed("pipeline/targets/dvc.yaml", "engines")
     code = {name: {"code": hashes[name], "recipe": resolved(recipe, parameters[name])} for name in hashes}
-    files = {"libraries": libraries(), "machine": machine(), **{f"code/{name}": code[name] for name in code}}
+    files = {
+        "libraries": libraries(recipe.build.target),
+        "machine": machine(),
+        **{f"code/{name}": code[name] for name in code},
+    }
     (ARTIFACTS / "environment" / "code").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         path = ARTIFACTS / "environment" / f"{name}.json"

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines.kernels.cpu.compiler import COMPILER
 from engines.target import Capabilities, GraphTarget, Passes
 from tapeout.cores import physical_cores
 from tapeout.errors import BuildError, FingerprintError
@@ -42,6 +43,7 @@ class OrtCpu(GraphTarget):
     capabilities = Capabilities(
         libraries=("onnxruntime",),
         kv_dtypes=("float32", "int8", "int4"),
+        compilers=(COMPILER,),
         parity_probe=True,
         int8_activations=True,
         timed=True,
