@@ -20,7 +20,7 @@ from engines.target import RecordT, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
-from tapeout.operators import PAST, graph_state
+from tapeout.operators import DOMAIN, PAST, graph_state
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
@@ -94,10 +94,15 @@ def lowering_for(
     activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
 ) -> Lowering:
-    """What the target's passes start from. :class:`FingerprintError` on a machine that it cannot build on."""
+    """What the target's passes start from.
+
+    :class:`FingerprintError` on a machine that it cannot build on, :class:`BuildError` for a model that it cannot take.
+    """
     target.require_machine()
+    model = load_graph(graph.folder / MODEL_FILE)
+    _require_operators(model, target)
     return Lowering(
-        load_graph(graph.folder / MODEL_FILE),
+        model,
         graph.record,
         weights,
         graph.record.max_positions,
@@ -257,6 +262,18 @@ def _require_precision(reports: Sequence[PassReport], precision: str) -> None:
             f"no linear could be lowered to {precision}: {own.declined[0]}",
             expected="at least one",
             remedy="choose --precision fp16, or a checkpoint whose linears fit (docs/targets.md)",
+        )
+
+
+def _require_operators(model: ir.Model, target: Target[RecordT]) -> None:
+    """:class:`BuildError` for an operator that the target does not compute."""
+    known = target.capabilities.operators
+    used = {node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN}
+    if known is not None and (unknown := sorted(used.difference(known))):
+        raise BuildError(
+            f"the model has {', '.join(unknown)}, which {target.name} does not compute",
+            expected=f"a model whose layers are made of linears, norms and {', '.join(known)}",
+            remedy="build for a target that computes them, such as ort-cpu",
         )
 
 

@@ -31,6 +31,7 @@ from tapeout.artifact import Artifact
 from tapeout.errors import BuildError, FingerprintError
 from tests.exported import family_graph
 from tests.families import LAYERS
+from tests.lowered import lowered
 
 DOCUMENTED = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/targets.md").read_text(), re.DOTALL)
 ENGINE = "from tests.standard_engine import StandardEngine as MyEngine\n"
@@ -173,6 +174,13 @@ def test_a_recipe_names_no_hardware_and_a_compiler_needs_some() -> None:
     with pytest.raises(BuildError, match="ort-cpu has no compile step") as refused:
         hardware_target("ort-cpu")
     assert refused.value.expected.endswith("tensorrt, tensorrt-rtx")
+
+
+@pytest.mark.parametrize(("family", "operator"), [("qwen3_moe", "Experts"), ("lfm2", "CausalConv")])
+def test_a_target_refuses_operators_that_it_does_not_compute(family: str, operator: str, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=f"the model has {operator}, which tensorrt does not compute"):
+        lowered(family_graph(family), tmp_path / "lowered", "fp16")
+    assert not (tmp_path / "lowered").exists()
 
 
 @pytest.mark.parametrize("name", known_targets())

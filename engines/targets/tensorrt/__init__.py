@@ -33,7 +33,9 @@ class TensorRT(HardwareTarget):
 
     def __init__(self, name: str, module: str, libraries: tuple[str, ...]) -> None:
         self.name, self.module = name, module
-        self.capabilities = Capabilities(libraries, kv_dtypes=("float16", "bfloat16"), precisions=PRECISIONS)
+        self.capabilities = Capabilities(
+            libraries, kv_dtypes=("float16", "bfloat16"), precisions=PRECISIONS, operators=("Attention",)
+        )
 
     def passes(self) -> Passes:
         from engines.passes.graph import linears, logit_positions, rotary_tables
