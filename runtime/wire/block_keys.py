@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Sequence
+from struct import Struct
 
 
 def block_keys(
@@ -21,8 +21,8 @@ def block_keys(
     """
     keys = list(known)
     previous = keys[-1] if keys else hashlib.sha256(cache_salt).digest()
+    pack, sha256 = Struct(f"{block_tokens}q").pack, hashlib.sha256
     for start in range(len(keys) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
-        content = array("q", tokens[start : start + block_tokens]).tobytes()
-        previous = hashlib.sha256(previous + content).digest()
+        previous = sha256(previous + pack(*tokens[start : start + block_tokens])).digest()
         keys.append(previous)
     return keys

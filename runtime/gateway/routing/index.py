@@ -88,13 +88,14 @@ class PrefixIndex:
         A prompt always leaves a token to compute, so give the keys of all tokens but the last.
         """
         short, names, found = [key[:KEY_BYTES] for key in keys], self._names, dict[int, int]()
-        chained = self._paged  # engines that have all blocks so far
+        chained, engines_of = self._paged, self._blocks.get  # engines that have all blocks so far
         for blocks, key in enumerate(short):
-            having = chained & self._blocks.get(key, 0)
+            having = chained & engines_of(key, 0)
             if having != chained:
-                if blocks:
-                    found.update(dict.fromkeys(_bits(chained & ~having), blocks))
-                chained = having
+                left, chained = chained ^ having if blocks else 0, having
+                while left:
+                    found[bit := left & -left] = blocks
+                    left ^= bit
                 if not chained:
                     break
         found.update(dict.fromkeys(_bits(chained), len(short)))
