@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.gateway.routing.choice import NEAR, NEAR_SECONDS, Option, Speed, ranked
+from runtime.gateway.routing.choice import NEAR, NEAR_SECONDS, EngineOption, Speed, ranked
 from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.block_keys import block_keys
 from runtime.wire.messages import (
@@ -141,7 +141,7 @@ def test_prompts_without_a_full_block_spread() -> None:
 def test_ranked_is_a_permutation_that_keeps_ties_when_others_leave(
     seconds: dict[str, float], tie: bytes, data: st.DataObject
 ) -> None:
-    options = [Option(engine, time, 1) for engine, time in seconds.items()]
+    options = [EngineOption(engine, time, 1) for engine, time in seconds.items()]
     order = ranked(options, tie)
     assert sorted(order) == sorted(options)
     limit = NEAR * min(seconds.values()) + NEAR_SECONDS

@@ -56,7 +56,7 @@ class Speed(NamedTuple):
         return self.wait + max(self.step + tokens * self.token, tokens * self.full)
 
 
-class Option(NamedTuple):
+class EngineOption(NamedTuple):
     """An engine that could take a request. ``seconds``: to the first token; ``tokens``: of the prompt to compute."""
 
     engine: str
@@ -67,11 +67,12 @@ class Option(NamedTuple):
 _seconds = itemgetter(1)
 
 
-def ranked(options: Sequence[Option], tie: bytes) -> list[Option]:
+def ranked(options: Sequence[EngineOption], tie: bytes) -> list[EngineOption]:
     """The best first. Those that are nearly as good as the best are in the order that ``tie`` gives them, which is
     the same in every gateway, and changes little where engines come and go (rendezvous hashing).
 
-    >>> [option.engine for option in ranked([Option("a", 0.3, 9), Option("b", 0.1, 9), Option("c", 0.2, 9)], b"")]
+    >>> options = [EngineOption("a", 0.3, 9), EngineOption("b", 0.1, 9), EngineOption("c", 0.2, 9)]
+    >>> [option.engine for option in ranked(options, b"")]
     ['b', 'c', 'a']
     """
     best = sorted(options, key=_seconds)

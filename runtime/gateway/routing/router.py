@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.gateway.routing.choice import UNKNOWN_SECONDS, Option, Speed, ranked
+from runtime.gateway.routing.choice import UNKNOWN_SECONDS, EngineOption, Speed, ranked
 from runtime.gateway.routing.index import PrefixIndex
 from runtime.wire.block_keys import block_keys
 from runtime.wire.messages import EngineLoad, GenerateRequest, StepReport
@@ -58,21 +58,21 @@ class FleetRouter:
                     self._count(other)
         return self.index.apply(engine, routing, report.stats)
 
-    def choose(self, request: GenerateRequest, engines: Sequence[str], session: str = "") -> list[Option]:
+    def choose(self, request: GenerateRequest, engines: Sequence[str], session: str = "") -> list[EngineOption]:
         """These engines, the best first. ``session``: the conversation of the request, if its client names it.
 
         The blocks say already where a conversation is, so it only decides between engines that are nearly equal.
         """
         tokens = len(request.prompt)
         cached, tie = self._cached(request, engines)
-        options = list[Option]()
+        options = list[EngineOption]()
         for name in engines:
             engine = self._engines[name]
             missing = tokens - cached.get(name, 0) * engine.block_tokens
-            options.append(Option(name, engine.speed.seconds(engine.tokens + missing), missing))
+            options.append(EngineOption(name, engine.speed.seconds(engine.tokens + missing), missing))
         return ranked(options, session.encode() or tie)
 
-    def sent(self, option: Option) -> None:
+    def sent(self, option: EngineOption) -> None:
         """A request is on its way to the engine of an option: the next choice counts it."""
         engine = self._engines[option.engine]
         engine.sent += 1
