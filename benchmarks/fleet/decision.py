@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from time import thread_time
+from typing import Any
 
 from runtime.gateway.routing.index import PrefixIndex
 from runtime.gateway.routing.router import FleetRouter
@@ -84,6 +85,18 @@ def block_bytes(engines: int, blocks: int, shared: float) -> float:
     return used / (engines * blocks)
 
 
+def decision(engines: int = 64, tokens: int = 2048, blocks: int = 2000) -> dict[str, Any]:
+    """``blocks``: of each engine, for the memory of the index."""
+    return {
+        "engines": engines,
+        "tokens": tokens,
+        "microseconds": decision_us(engines, tokens),
+        "microseconds, all equal": decision_us(engines, tokens, tied=True),
+        "bytes a block": block_bytes(engines, blocks, 0.0),
+        "bytes a block, half shared": block_bytes(engines, blocks, 0.5),
+    }
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=64)
@@ -91,14 +104,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=2000, help="of each engine, for the memory of the index")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)
-    figures = {
-        "engines": options.engines,
-        "tokens": options.tokens,
-        "microseconds": decision_us(options.engines, options.tokens),
-        "microseconds, all equal": decision_us(options.engines, options.tokens, tied=True),
-        "bytes a block": block_bytes(options.engines, options.blocks, 0.0),
-        "bytes a block, half shared": block_bytes(options.engines, options.blocks, 0.5),
-    }
+    figures = decision(options.engines, options.tokens, options.blocks)
     print(json.dumps(figures, indent=1))
     print(f"bars: {BAR_US} microseconds and {BAR_BYTES} bytes", file=sys.stderr)
     if options.json:

@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.fleet import decision, run
 from benchmarks.fleet.engines import BUNDLES, MAX_TOKENS, SimulatedEngine
+from benchmarks.fleet.page import Compared, bars
 from benchmarks.fleet.policies import POLICIES, Exact, MostCached, RoundRobin, SessionHash
-from benchmarks.fleet.run import Compared, bars, compare
+from benchmarks.fleet.run import compare
 from benchmarks.fleet.simulate import Figures, FleetShape, simulate
 from benchmarks.fleet.workloads import Workload, multi_turn, read_trace, single_turn
 from runtime.wire.messages import GenerateRequest
@@ -145,9 +146,9 @@ def test_bars_hold_and_are_missed() -> None:
     others = (figures("round robin", 100, 400), figures("least load", 90, 500), figures("most cached", 10, 90, 0.52))
     good = Compared("w", 0.7, 9, (*others, figures("exact", 90, 101)))
     assert [(bar.what, bar.holds) for bar in bars([good])] == [
-        ("w, 70% load: P99 TTFT", False),
-        ("w, 70% load: TTFT, of the best other", True),
-        ("w, 70% load: hits, of the oracle's", False),
+        ("w at 70%: P99 TTFT", False),
+        ("w at 70%: TTFT, of the best of round robin, least load and session hash", True),
+        ("w at 70%: hits, of most cached", False),
     ]
     assert "0.25 of round robin, 0.20 of least load" in bars([good])[0].found
     best = Compared("w", 0.7, 9, (*others[:2], figures("exact", 96, 90)))
@@ -161,11 +162,14 @@ def test_the_command_writes_a_table_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "LOADS", (0.7,))
-    path = tmp_path / "fleet.json"
-    words = ["--engines", "2", "--seconds", "4", "--policies", "round robin", "exact", "--json", str(path)]
+    path, written_page = tmp_path / "fleet.json", tmp_path / "fleet.md"
+    words = ["--engines", "2", "--seconds", "4", "--policies", "round robin", "exact"]
+    words += ["--json", str(path), "--page", str(written_page)]
+    monkeypatch.setattr(run, "decision", lambda: decision.decision(2, 200, 100))
     assert run.main(words) == ExitCode.PASS
     printed = capsys.readouterr().out
-    assert "| multi-turn | 70% | exact |" in printed and "| single-turn | - | round robin |" in printed
+    assert "| multi-turn at 70% | exact |" in printed and "| single-turn | round robin |" in printed
+    assert printed.partition("\n\n")[0] in written_page.read_text()
     written = json.loads(path.read_text())
     assert [one["workload"] for one in written["compared"]] == ["multi-turn", "single-turn"]
     assert {one["policy"] for one in written["compared"][0]["policies"]} == {"round robin", "exact"}

@@ -58,7 +58,7 @@ def test_the_engine_that_has_the_prompt_is_first_until_its_backlog_outweighs_tha
         told.say(engine)
     best = told.router.choose(request(), ["a", "b", "c"])[0]
     assert (best.engine, best.tokens) == ("b", 1), "ten blocks are cached, and the last token is computed in any case"
-    told.say("b", IDLE._replace(backlog_tokens=30))
+    told.say("b", IDLE._replace(backlog_tokens=15))
     assert told.order(request())[0] == "b"
     told.say("b", IDLE._replace(backlog_tokens=60))
     assert told.order(request())[-1] == "b"
@@ -106,7 +106,7 @@ def test_what_was_sent_counts_until_the_engine_has_seen_it() -> None:
 def test_an_engine_that_has_measured_nothing_is_as_fast_as_the_others() -> None:
     told = Told("new", "old")
     told.say("new", EngineLoad())
-    told.say("old", IDLE._replace(backlog_tokens=10))
+    told.say("old", IDLE._replace(backlog_tokens=40))
     assert told.order(request()) == ["new", "old"]
 
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from runtime.wire.messages import EngineLoad
 
-# Predictions that differ by less say nothing: the engine is in the midst of a step, whose rest is not known.
-NEAR, NEAR_SECONDS = 1.1, 0.001
+# Predictions that differ by less say nothing: what is left of an engine's step is not known. A narrower bound gathers
+# conversations on the few engines that have a system prompt already (simulated: at 1.1 and 1 ms a P50 5 % higher).
+NEAR, NEAR_SECONDS = 1.3, 0.003
 # Of a prompt token, where no engine has computed any yet: then all are alike, and only the number of tokens counts.
 UNKNOWN_SECONDS = 0.001
 
