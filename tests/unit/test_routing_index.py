@@ -73,10 +73,10 @@ class Fleet(RuleBasedStateMachine):
         self.replicas: dict[str, Replica] = {}
 
     @rule(
-        name=st.sampled_from("abc"),
+        name=st.sampled_from("ab"),
         kind=st.sampled_from(sorted(KINDS)),
-        blocks=st.integers(10, 20),
-        slots=st.integers(2, 6),
+        blocks=st.integers(4, 12),
+        slots=st.integers(1, 4),
     )
     def open(self, name: str, kind: str, blocks: int, slots: int) -> None:
         """An engine comes, or comes again with empty pools."""
@@ -107,14 +107,19 @@ class Fleet(RuleBasedStateMachine):
         replica.watchers[-1].begin(self.index.join(name))
 
     @precondition(lambda self: self.replicas)
-    @rule(data=st.data(), prompt=prompts, new=st.integers(1, 9), steps=st.integers(1, 6), salt=st.sampled_from("xy"))
-    def work(self, data: st.DataObject, prompt: list[int], new: int, steps: int, salt: str) -> None:
+    @rule(
+        data=st.data(),
+        asked=st.lists(st.tuples(prompts, st.integers(1, 9)), min_size=1, max_size=4),
+        steps=st.integers(1, 12),
+        salt=st.sampled_from("xy"),
+    )
+    def work(self, data: st.DataObject, asked: list[tuple[list[int], int]], steps: int, salt: str) -> None:
         """Blocks are published and evicted; each step is reported."""
         replica = self.replicas[data.draw(st.sampled_from(sorted(self.replicas)))]
-        self.number += 1
-        most = replica.core.scheduler.cache.max_tokens - len(prompt)
-        request = GenerateRequest(f"r{self.number}", prompt, min(new, most), cache_salt=salt.encode())
-        if most > 0:
+        most = replica.core.scheduler.cache.max_tokens
+        for prompt, new in asked:
+            self.number += 1
+            request = GenerateRequest(f"r{self.number}", prompt[: most - 9], new, cache_salt=salt.encode())
             replica.core.add(request, self.now)
         for _ in range(steps):
             self.now += 1
