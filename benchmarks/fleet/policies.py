@@ -84,7 +84,7 @@ class MostCached(_Blind):
     """Sees into all pools, and goes where most of the prompt is, whatever the load; of equals to the least load."""
 
     def pick(self, request: GenerateRequest, session: str) -> int:
-        cached = [cached_tokens(engine, request) for engine in self._engines]
+        cached = cached_tokens(self._engines, request)
         most = max(cached)
         return self._least([engine for engine, tokens in enumerate(cached) if tokens == most])
 
@@ -120,7 +120,7 @@ POLICIES: dict[str, Callable[[Sequence[SimulatedEngine], int], Policy]] = {
 }
 
 
-def cached_tokens(engine: SimulatedEngine, request: GenerateRequest) -> int:
-    """That its pool has of the prompt."""
+def cached_tokens(engines: Sequence[SimulatedEngine], request: GenerateRequest) -> list[int]:
+    """That the pool of each has of the prompt."""
     keys = block_keys(request.prompt[:-1], BLOCK_TOKENS, request.cache_salt)
-    return len(engine.pool.find(keys)) * BLOCK_TOKENS
+    return [len(engine.pool.find(keys)) * BLOCK_TOKENS for engine in engines]

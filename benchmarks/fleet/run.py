@@ -29,9 +29,9 @@ LOADS = (0.4, 0.7, 0.95)
 # By name of the file: by what lengths are divided, since the default bundle has 2,048 positions, how many times as many
 # requests come a second, so that eight engines have something to do, and how many seconds of the trace are taken.
 TRACES = {
-    "mooncake_conversation.jsonl": (16, 2.0, 1200.0),
-    "azure_2023_conversation.csv": (4, 3.0, 600.0),
-    "azure_2023_code.csv": (4, 4.0, 1200.0),
+    "mooncake_conversation.jsonl": (16, 2.0, 900.0),
+    "azure_2023_conversation.csv": (4, 3.0, 300.0),
+    "azure_2023_code.csv": (4, 4.0, 900.0),
 }
 
 
@@ -62,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--cache-tokens", type=int, default=60_000, help="KV memory of each engine")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--seconds", type=float, default=120, help="of virtual time in which conversations start")
+    parser.add_argument("--seconds", type=float, default=60, help="of virtual time in which conversations start")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument(

@@ -73,7 +73,7 @@ def simulate(workload: Workload, policy: str, lengths: StepLengths, shape: Fleet
         if isinstance(what, Conversation):
             asked = what.turns[turn]
             request = GenerateRequest(f"r{next(ids)}", asked.tokens(), len(asked.answer))
-            best = max(cached_tokens(engine, request) for engine in engines)
+            best = max(cached_tokens(engines, request))
             number = chosen.choose(request, what.name)
             engines[number].add(request, asked.answer, now)
             opened[request.id] = _Open(what, turn, now, number, best)
