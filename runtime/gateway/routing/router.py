@@ -31,15 +31,18 @@ class FleetRouter:
         self.index = PrefixIndex()
         self._engines: dict[str, _Engine] = {}
         self._unknown = UNKNOWN_SECONDS
+        self._unmeasured: set[str] = set()  # engines that have computed no prompt yet
 
     def join(self, engine: str, block_tokens: int) -> int:
         """An engine was connected to, perhaps not for the first time. The turn of the WatchBlocks to send it."""
         self._engines[engine] = joined = _Engine(block_tokens)
+        self._unmeasured.add(engine)
         self._count(joined)
         return self.index.join(engine)
 
     def leave(self, engine: str) -> None:
         self._engines.pop(engine, None)
+        self._unmeasured.discard(engine)
         self.index.leave(engine)
 
     def heard(self, engine: str, report: StepReport) -> int | None:
@@ -53,9 +56,9 @@ class FleetRouter:
         self._count(known)
         if measured := routing.load.prompt_seconds:
             self._unknown = measured
-            for other in self._engines.values():
-                if not other.load.prompt_seconds:  # else one that has computed nothing yet would seem slow for ever
-                    self._count(other)
+            self._unmeasured.discard(engine)
+            for other in self._unmeasured:  # else they might seem slow, and never compute one
+                self._count(self._engines[other])
         return self.index.apply(engine, routing, report.stats)
 
     def choose(self, request: GenerateRequest, engines: Sequence[str], session: str = "") -> list[EngineOption]:
