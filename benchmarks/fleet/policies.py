@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
@@ -26,7 +27,7 @@ class Policy(Protocol):
         ...
 
 
-class _Blind:
+class _Blind(ABC):
     """Knows only which requests it has sent."""
 
     def __init__(self, engines: Sequence[SimulatedEngine], seed: int) -> None:
@@ -38,10 +39,12 @@ class _Blind:
         self._open[engine] += 1
         return engine
 
+    @abstractmethod
     def pick(self, request: GenerateRequest, session: str) -> int:
-        raise NotImplementedError
+        """The number of an engine."""
 
-    def heard(self, engine: int, report: StepReport) -> None: ...
+    def heard(self, engine: int, report: StepReport) -> None:
+        return  # it needs none
 
     def ended(self, engine: int) -> None:
         self._open[engine] -= 1
