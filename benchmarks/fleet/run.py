@@ -62,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--cache-tokens", type=int, default=60_000, help="KV memory of each engine")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--seconds", type=float, default=60, help="of virtual time in which conversations start")
+    parser.add_argument("--seconds", type=float, default=40, help="of virtual time in which conversations start")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument(
