@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
+from runtime.engine.routing import RoutingReports, RoutingWatcher
 from runtime.wire.codec import Message, WireError
 from runtime.wire.failures import Failure
 from runtime.wire.messages import (
@@ -26,6 +27,7 @@ from runtime.wire.messages import (
     ReadFile,
     RefusedRequest,
     StepReport,
+    WatchBlocks,
 )
 from runtime.wire.session import Session
 from tapeout.errors import RequestError, TapeoutError
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 class _ServerEnd:
     def __init__(self, end: socket.socket, key: bytes) -> None:
         self.socket, self.since, self.answered = end, monotonic(), False
+        self.watcher = RoutingWatcher()
         self._session = Session("engine", key)
         self._flush()
 
@@ -101,6 +104,11 @@ class Connections:
         """No command can come any more."""
         return self._listener is None and not self._open
 
+    @property
+    def behind(self) -> bool:
+        """A server has more to hear than the last report had room for."""
+        return any(connection.watcher.behind for connection in self._open.values())
+
     def waiting(self) -> bool:
         """There is something to receive."""
         return bool(self._abandoned or self._arrived.poll(0))
@@ -123,12 +131,14 @@ class Connections:
         self._abandoned.clear()
         return found
 
-    def send(self, report: StepReport) -> None:
-        """To each server the part of a report that concerns it."""
+    def send(self, report: StepReport, routing: RoutingReports) -> None:
+        """To each server the part of a report that concerns it, and how it may route where it has asked for that."""
         self._stats, owners = report.stats, self._owners
         known = [connection for connection in self._open.values() if connection.answered]
+        reports = iter(routing.next([connection.watcher for connection in known if connection.watcher.asks]))
         for connection in known:
-            self._send(connection, report if len(known) == 1 else self._part_of(report, connection))
+            part = report if len(known) == 1 else self._part_of(report, connection)
+            self._send(connection, part._replace(routing=next(reports)) if connection.watcher.asks else part)
         for delta in report.deltas:
             if delta.finish_reason is not None:
                 owners.pop(delta.id, None)
@@ -157,6 +167,8 @@ class Connections:
                         yield message
                 elif isinstance(message, ReadFile):
                     connection.send(self._file_part(message))
+                elif isinstance(message, WatchBlocks):
+                    connection.watcher.begin(message.turn)
                 elif isinstance(message, Close):
                     self._drop(connection)
                     return
@@ -173,6 +185,7 @@ class Connections:
         if isinstance(command, Cancel):
             return self._owners.get(command.id) is connection
         id = command.request.id
+        connection.watcher.received += 1
         if self._owners.setdefault(id, connection) is connection:
             return True
         error = RequestError(f"request {id} is there already", expected="an id of its own")

@@ -20,6 +20,7 @@ from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.cache.paged import PagedState
 from runtime.engine.cache.recurrent import RecurrentState
 from runtime.engine.cache.sequences import SequenceCache
+from runtime.engine.routing import RoutingReports
 from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.speculation import Counts, Speculation, accept
@@ -97,6 +98,7 @@ class EngineCore:
         self._recurrent = RecurrentState(BlockPool(has.slots), has.block_tokens, has.snapshot_tokens)
         kinds = [kind for kind in (self._paged, self._recurrent) if kind.pool.blocks]
         self.scheduler = Scheduler(SequenceCache(kinds, has.block_tokens, has.max_tokens), limits)
+        self.routing = RoutingReports(self._paged.pool, self._recurrent.pool, self.scheduler.load)
         self._sampler = sampler or BatchSampler(has.vocab_size)
         self._clippings, self._clipped = clippings, clippings()
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.

@@ -26,7 +26,7 @@ from runtime.engine.step_costs import StepCosts
 from runtime.engine.waiting import Rank, WaitingQueue
 from runtime.engine.work import Finished, Work, WorkResult
 from runtime.wire.limits import Limits, QueueFullError
-from runtime.wire.messages import FinishReason, GenerateRequest
+from runtime.wire.messages import EngineLoad, FinishReason, GenerateRequest
 from tapeout.errors import RequestError
 
 
@@ -35,6 +35,7 @@ class _Sequence:
     request: GenerateRequest
     arrival: float
     computed: int = 0  # positions that its state holds
+    missing: int | None = None  # while it waits: tokens that the cache did not have when the load was asked for
     cached: int = 0  # prompt tokens that were found in the cache when it first ran
     started: bool = False
 
@@ -104,6 +105,33 @@ class Scheduler:
             for id, sequence in self._running.items()
             if self._pending(sequence) == 1
         ]
+
+    def load(self) -> EngineLoad:
+        """How much there is to do, and how fast it is done. Of a request that waits, the cache is asked once."""
+        backlog = decodes = 0
+        for sequence in self._waiting.values():
+            if sequence.missing is None:
+                match = self.cache.match(sequence.lease, sequence.tokens, self._most_cached(sequence))
+                sequence.missing = len(sequence.tokens) - match.tokens
+            backlog += sequence.missing
+        for sequence in self._running.values():
+            pending = self._pending(sequence)
+            if pending == 1:
+                decodes += 1
+            else:
+                backlog += pending
+        costs, limits = self.costs, self.limits
+        return EngineLoad(
+            backlog_tokens=backlog,
+            decodes=decodes,
+            waiting=self.waiting,
+            running=self.running,
+            most_running=limits.max_running,
+            chunk_tokens=costs.chunk(decodes, max(0, limits.step_tokens - decodes), backlog),
+            prompt_seconds=costs.prompt_seconds,
+            decode_seconds=costs.decode_seconds(decodes),
+            answer_tokens=int(self._answer_tokens or 0),
+        )
 
     def add(self, request: GenerateRequest, now: float) -> list[str]:
         """Queue a request that arrived at ``now``. Those that lose their place in a full queue have ended.
@@ -292,9 +320,7 @@ class Scheduler:
         for sequence in self._queue.ranked(now):
             if not budget or len(self._running) >= self.limits.max_running:
                 break
-            # The last token is computed in any case: its logits decide the next one.
-            most = 0 if sequence.scored else len(sequence.tokens) - 1
-            match = self.cache.match(sequence.lease, sequence.tokens, most)
+            match = self.cache.match(sequence.lease, sequence.tokens, self._most_cached(sequence))
             if match.awaited:
                 continue
             if not self.cache.open(sequence.lease, match, len(sequence.tokens), self._demands(sequence, now)):
@@ -363,6 +389,10 @@ class Scheduler:
         """Guesses that may be fed after its tokens. The last new token is never fed."""
         return sequence.request.max_new_tokens - sequence.answered - 1 if self.cache.trims else 0
 
+    def _most_cached(self, sequence: _Sequence) -> int:
+        """The last token is computed in any case: its logits decide the next one."""
+        return 0 if sequence.scored else len(sequence.tokens) - 1
+
     def _pending(self, sequence: _Sequence) -> int:
         """Tokens that its state does not hold yet."""
         return len(sequence.tokens) - sequence.computed
@@ -390,7 +420,7 @@ class Scheduler:
 
     def _release(self, sequence: _Sequence) -> None:
         self.cache.close(sequence.lease)
-        sequence.computed = 0
+        sequence.computed, sequence.missing = 0, None
 
     def _rank(self, sequence: _Sequence, now: float) -> Rank:
         """Who comes first: by priority, which rises with waiting; then tenants that were served least; then by age."""

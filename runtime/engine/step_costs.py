@@ -137,6 +137,15 @@ class StepCosts:
         """
         return self._budget(decodes, most, self._prompt.high, backlog)
 
+    @property
+    def prompt_seconds(self) -> float:
+        """That a prompt token adds to a step; 0 until it is known."""
+        return self._prompt.median
+
+    def chunk(self, decodes: int, most: int, backlog: int) -> int:
+        """Prompt tokens of a step with so many decodes, as :meth:`prompt_budget`, where it is not to be plain."""
+        return self._fitting(decodes, most, self._prompt.high, backlog)
+
     def draft_budget(self, decodes: int, most: int) -> int:
         """The same of drafts, in a step without prompts; at most twice as many as in the last one that had some.
 
@@ -146,8 +155,9 @@ class StepCosts:
         return self._budget(decodes, min(most, max(MIN_CHUNK, 2 * self._drafted)), self._draft.high, 0)
 
     def _budget(self, decodes: int, most: int, cost: float, backlog: int) -> int:
-        if self.plain_due(decodes):
-            return 0
+        return 0 if self.plain_due(decodes) else self._fitting(decodes, most, cost, backlog)
+
+    def _fitting(self, decodes: int, most: int, cost: float, backlog: int) -> int:
         if not cost:
             return most
         base, bound = self.decode_seconds(decodes), self.step_seconds

@@ -92,7 +92,7 @@ def serve(connections: Connections, core: EngineCore, compiler: ConstraintCompil
     while not connections.ended:
         while not core.busy and not connections.waiting() and core.prepare():
             pass
-        for command in connections.receive(0 if core.busy else IDLE_MS):
+        for command in connections.receive(0 if core.busy or connections.behind else IDLE_MS):
             match command:
                 case Add():
                     core.add(command.request, monotonic() - command.age)
@@ -108,7 +108,7 @@ def serve(connections: Connections, core: EngineCore, compiler: ConstraintCompil
             cores.stepped(now)
         else:
             report = core.report()
-        connections.send(report)
+        connections.send(report, core.routing)
         if core.busy:
             core.prepare()
 

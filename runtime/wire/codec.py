@@ -19,6 +19,7 @@ from runtime.wire.messages import (
     FilePart,
     ReadFile,
     StepReport,
+    WatchBlocks,
 )
 from tapeout.errors import RequestError, TapeoutError, one_line
 
@@ -46,7 +47,7 @@ class Proof(msgspec.Struct, frozen=True, array_like=True):
 
 Message = Hello | Proof | Failure | EngineInfo | StepReport | FilePart | Command
 # The byte that stands for a message is its place here.
-_MESSAGES = (Hello, Proof, Failure, EngineInfo, StepReport, FilePart, Add, Cancel, Close, ReadFile)
+_MESSAGES = (Hello, Proof, Failure, EngineInfo, StepReport, FilePart, Add, Cancel, Close, ReadFile, WatchBlocks)
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,10 @@ Seconds = Annotated[float, Meta(ge=0, le=1e300)]  # neither NaN nor infinite
 Logprob = Annotated[float, Meta(le=1.0)]  # in nats; of a token that cannot come it is infinite, never NaN
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+# Of the 32 of a sha256 that pass over the wire to route by. The engine itself finds state by whole keys, so two that
+# begin alike could only mislead a choice; that any do in a fleet of 2**24 blocks has a chance of 2**-81.
+KEY_BYTES = 16
+MOST_KEYS = 4096  # that came, and as many that went, in one report
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +186,62 @@ class RefusedRequest(NamedTuple):
     error: RequestError
 
 
+class KeyChanges(NamedTuple):
+    """Keys (:mod:`runtime.wire.block_keys`) by which state can be found from now on, and keys by which it cannot.
+
+    Of each key the first :data:`KEY_BYTES`, one after another. No key is in both.
+    """
+
+    published: Annotated[bytes, Meta(max_length=MOST_KEYS * KEY_BYTES)] = b""
+    evicted: Annotated[bytes, Meta(max_length=MOST_KEYS * KEY_BYTES)] = b""
+
+
+class EngineLoad(NamedTuple):
+    """From what the time to a first token can be predicted. ``backlog_tokens``: of prompts, that wait to be computed,
+    those left out that the cache has. ``decodes``: running requests that feed one token a step.
+
+    A step of ``chunk_tokens`` prompt tokens takes ``decode_seconds`` and ``prompt_seconds`` for each of them; all are 0
+    until they were measured. ``answer_tokens``: of a usual response; 0 before any.
+    """
+
+    backlog_tokens: int = 0
+    decodes: int = 0
+    waiting: int = 0
+    running: int = 0
+    most_running: int = 0
+    chunk_tokens: int = 0
+    prompt_seconds: Seconds = 0.0
+    decode_seconds: Seconds = 0.0
+    answer_tokens: int = 0
+
+
+class RoutingReport(NamedTuple):
+    """For a server that chooses among engines: where the engine's state can be resumed, and how busy the engine is.
+
+    ``turn``: of the :class:`WatchBlocks` that it answers. ``number``: of the reports since then, from 0; after a gap
+    the server asks again. ``whole``: what was known before is void, and a full list begins, which may take several
+    reports. ``behind``: changes that did not fit into this one. ``blocks``: of paged state; a prompt resumes where its
+    unbroken chain of them ends. Recurrent state resumes at ``snapshots``. ``received``: requests that have come over
+    this connection.
+    """
+
+    turn: int
+    number: int
+    whole: bool
+    behind: int
+    blocks: KeyChanges
+    snapshots: KeyChanges
+    received: int
+    load: EngineLoad
+
+
 class StepReport(NamedTuple):
-    """After each step, and twice a second while idle."""
+    """After each step, and twice a second while idle. ``routing``: for those that asked for it."""
 
     deltas: tuple[Delta, ...]
     stats: EngineStats
     refusals: tuple[RefusedRequest, ...] = ()
+    routing: RoutingReport | None = None
 
 
 class Add(NamedTuple):
@@ -203,6 +257,15 @@ class Cancel(NamedTuple):
 
 class Close(NamedTuple):
     """The server takes its leave; requests that still run are lost."""
+
+
+class WatchBlocks(NamedTuple):
+    """Asks for a :class:`RoutingReport` in each report from now on, the first of them with a full list.
+
+    ``turn``: any number; that it comes back tells these reports from those that a WatchBlocks before has asked for.
+    """
+
+    turn: int
 
 
 class ReadFile(NamedTuple):
@@ -221,4 +284,4 @@ class FilePart(NamedTuple):
 
 
 PART_BYTES = 1 << 20
-Command = Add | Cancel | Close | ReadFile
+Command = Add | Cancel | Close | ReadFile | WatchBlocks

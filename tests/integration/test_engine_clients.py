@@ -19,9 +19,10 @@ import uvloop
 from runtime.gateway.engines.client import EngineDownError
 from runtime.gateway.engines.local import ProcessClient
 from runtime.gateway.engines.remote import RemoteClient
+from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.codec import WireError
 from runtime.wire.limits import DisplacedError, Limits, QueueFullError
-from runtime.wire.messages import Delta, FilePart, GenerateRequest, SamplingSettings
+from runtime.wire.messages import Delta, FilePart, GenerateRequest, SamplingSettings, StepReport
 from runtime.wire.session import Session
 from runtime.wire.start import EngineSettings
 from tapeout.errors import ArtifactError, RequestError, SignatureError, TapeoutError
@@ -160,6 +161,31 @@ def test_an_idle_engine_says_that_it_lives(place: Place) -> None:
             await asyncio.sleep(1.5)
             assert client.stats is not stats and client.silent_seconds is not None and client.silent_seconds < 1
             assert client.healthy and client.restarts == 0
+
+    run(test())
+
+
+def test_a_connection_that_routes_hears_what_is_cached(place: Place) -> None:
+    """Also after a report was lost. Planted: the engine is not asked again."""
+
+    async def test() -> None:
+        async with place.served() as client:
+            router, prompt, lost = FleetRouter(), [1, 2, 3, 4, 5, 6, 7, 8, 9], [False]
+
+            def heard(report: StepReport) -> int | None:
+                return None if lost[0] else router.heard("e", report)
+
+            def missing() -> int:
+                return router.choose(GenerateRequest("x", prompt, 1), ["e"])[0].tokens
+
+            client._current.watch(router.join("e", client.info.block_tokens), heard)
+            assert missing() == len(prompt)
+            await answer(client, "a", prompt[:5], 2)
+            await until(lambda: missing() == len(prompt) - 4)
+            lost[0] = True
+            await answer(client, "b", prompt, 2)
+            lost[0] = False
+            await until(lambda: missing() == 1)
 
     run(test())
 

@@ -26,10 +26,11 @@ from evals.kinds.serving.served_log import Streams
 from pipeline.stages.answering import CoreAnswerer
 from runtime.constraints.compiler import ConstraintCompiler, Matcher
 from runtime.engine.cache import sequences
-from runtime.engine.cache.blocks import BlockPool, block_keys
+from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.core import EngineCore
 from runtime.engine.sampling import BatchSampler
 from runtime.engine.scheduler import Scheduler
+from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits
 from tests.corpora import bytes_tokenizer
 from tests.fake_engine import HistoryEngine

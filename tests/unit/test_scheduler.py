@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engines.protocol import Entry
-from runtime.engine.cache.blocks import BlockPool, block_keys
+from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
 from runtime.engine.work import Finished, Work, WorkResult
+from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import GenerateRequest
 from tapeout.errors import RequestError
@@ -576,3 +577,27 @@ def test_one_long_prompt_is_no_backlog_but_several_are() -> None:
     # Planted: one that waits counted as a backlog, and its first step was many times as long as all others.
     assert works[1]["long"] == works[3]["long"] == MIN_CHUNK
     assert works[5]["long"] > 5 * MIN_CHUNK
+
+
+def test_the_load_counts_what_is_left_to_compute() -> None:
+    """Prompt tokens that the cache has are none, whether their request runs or waits. Planted: they are counted."""
+    scheduler = Scheduler(paged_cache(20, BLOCK, MAX_TOKENS), Limits(step_tokens=8, max_running=2))
+    prompt = list(range(1, 13))
+    scheduler.add(GenerateRequest("a", prompt, 2), 0.0)
+    assert scheduler.load().backlog_tokens == 12
+    run(scheduler, 1.0)
+    load = scheduler.load()
+    assert (load.backlog_tokens, load.running, load.decodes) == (4, 1, 0)
+    run(scheduler, 2.0)
+    scheduler.add(GenerateRequest("b", [*prompt, 1, 2, 3], 2), 2.0)
+    scheduler.add(GenerateRequest("c", [*prompt, 4, 5], 2), 2.0)
+    load = scheduler.load()
+    assert (load.backlog_tokens, load.decodes, load.waiting, load.most_running) == (3 + 2, 1, 2, 2)
+    run(scheduler, 3.0)
+    assert scheduler.load().answer_tokens == 2
+    assert scheduler.load().backlog_tokens <= 2
+
+
+def run(scheduler: Scheduler, now: float) -> None:
+    works = scheduler.plan(now)
+    scheduler.commit({work.id: WorkResult([5] if work.samples else []) for work in works}, now + 0.5)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from runtime.engine.cache import sequences
-from runtime.engine.cache.blocks import block_keys
 from runtime.engine.cache.kinds import Lease
 from runtime.engine.cache.recurrent import RecurrentState
 from runtime.engine.core import EngineCore
 from runtime.engine.scheduler import Scheduler
+from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits
 from runtime.wire.messages import GenerateRequest
 from tests.chain_engine import ChainEngine

@@ -26,14 +26,18 @@ from runtime.wire.messages import (
     Constraint,
     Delta,
     EngineInfo,
+    EngineLoad,
     EngineStats,
     FilePart,
     GenerateRequest,
+    KeyChanges,
     ReadFile,
     RefusedRequest,
+    RoutingReport,
     SamplingSettings,
     StepReport,
     TokenLogprobs,
+    WatchBlocks,
 )
 from runtime.wire.session import PROTOCOL, VERSION, Session
 from tapeout import errors
@@ -103,10 +107,18 @@ infos = st.builds(
     files=st.dictionaries(texts, texts, max_size=3),
 )
 commands = (
-    st.builds(Add, requests, seconds) | st.builds(Cancel, texts) | st.builds(Close) | st.builds(ReadFile, texts, counts)
+    st.builds(Add, requests, seconds)
+    | st.builds(Cancel, texts)
+    | st.builds(Close)
+    | st.builds(ReadFile, texts, counts)
+    | st.builds(WatchBlocks, counts)
 )
+changes = st.builds(KeyChanges, st.binary(max_size=64), st.binary(max_size=64))
+loads = st.builds(lambda *values: EngineLoad(*values), *[counts] * 6, seconds, seconds, counts)
+routings = st.builds(RoutingReport, counts, counts, st.booleans(), counts, changes, changes, counts, loads)
 reports = st.builds(
-    StepReport, st.lists(deltas, max_size=4).map(tuple), stats, st.lists(refusals, max_size=2).map(tuple)
+    StepReport,
+    *(st.lists(deltas, max_size=4).map(tuple), stats, st.lists(refusals, max_size=2).map(tuple), st.none() | routings),
 )
 answers = infos | st.builds(FilePart, texts, counts, st.binary(max_size=50)) | reports
 messages = (
@@ -120,12 +132,24 @@ FULL = StepReport(
     (Delta("a", (1, 2), (TokenLogprobs(1, -0.5, ((1, -0.5), (2, -1.5))),), (None,), 3, "stop", "why", 0.25),),
     EngineStats(running=1, step_seconds=0.5, finished={"stop": 1}),
     (RefusedRequest("b", QueueFullError("full", expected="room", retry_after=1.5)),),
+    RoutingReport(
+        1, 0, True, 2, KeyChanges(b"k" * 16, b"l" * 32), KeyChanges(), 3, EngineLoad(4, 5, prompt_seconds=0.5)
+    ),
 )
 REQUEST = GenerateRequest(
     "a", [1, 2], 3, SamplingSettings(0.5, logit_bias={7: 1.0}), frozenset({1}), cache_salt=b"s", timeout=2.5
 )
 INFO = EngineInfo("d", "n", 1, 2, 3, 4, 5, 6, frozenset({1}), server_cores=frozenset({3}), files={"a": "b"})
-EXAMPLES = (FULL, Add(REQUEST, 0.5), Cancel("a"), INFO, ReadFile("s", 1), FilePart("s", 0, b"x"), Proof(b"p"))
+EXAMPLES = (
+    FULL,
+    Add(REQUEST, 0.5),
+    Cancel("a"),
+    INFO,
+    ReadFile("s", 1),
+    WatchBlocks(1),
+    FilePart("s", 0, b"x"),
+    Proof(b"p"),
+)
 EXAMPLES = (*EXAMPLES, Failure.of(ArtifactError("found", expected="expected", remedy="remedy")))
 
 
@@ -243,7 +267,7 @@ def test_lengths_and_depths_that_are_not_there_cost_nothing(kind: int, body: byt
 
 
 def test_unknown_messages_are_refused() -> None:
-    for payload in (b"", b"\x0a\x90", b"\xff"):
+    for payload in (b"", b"\x0b\x90", b"\xff"):
         with pytest.raises(WireError, match="unknown kind"):
             decode(payload)
 

@@ -17,8 +17,18 @@ from runtime.engine.connections import Connections
 from runtime.engine.core import EngineCore
 from runtime.engine.shared_cores import SharedCores
 from runtime.engine.worker import serve
+from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits
-from runtime.wire.messages import Add, Close, Command, EngineInfo, GenerateRequest, StepReport
+from runtime.wire.messages import (
+    KEY_BYTES,
+    Add,
+    Close,
+    Command,
+    EngineInfo,
+    GenerateRequest,
+    StepReport,
+    WatchBlocks,
+)
 from runtime.wire.session import Session
 from tests.fake_engine import HistoryEngine
 
@@ -126,3 +136,38 @@ def test_a_running_engine_works_ahead_once_its_report_is_sent() -> None:
         while not any(delta.finish_reason for delta in server.report().deltas):
             pass
         assert fake.prepared.count(1) == 4, "after each step but the last"
+
+
+def routed(server: Server) -> StepReport:
+    """The next report that says how to route."""
+    while (report := server.report(5)).routing is None:
+        pass
+    return report
+
+
+def test_a_server_that_asks_hears_of_blocks_and_load() -> None:
+    """Planted: reports for those that have not asked, or keys that nobody can compute."""
+    prompt = list(range(1, 10))
+    with serving(engine()) as server:
+        server.send(Add(GenerateRequest("a", prompt, 2), 0.0))
+        found = reports(server, 0.7)
+        assert found and not any(report.routing for report in found)
+        server.send(WatchBlocks(3))
+        routing = routed(server).routing
+        assert routing is not None and (routing.turn, routing.number, routing.whole, routing.received) == (
+            3,
+            0,
+            True,
+            1,
+        )
+        assert routing.blocks.published == b"".join(key[:KEY_BYTES] for key in block_keys(prompt, 4))
+        server.send(Add(GenerateRequest("b", [7, 8, 9, 10, 11], 40), 0.0))
+        while not (report := routed(server)).stats.running:
+            pass
+        routing = report.routing
+        assert routing is not None and not routing.whole and routing.received == 2
+        assert routing.load.running == routing.load.decodes == 1 and routing.load.most_running == 4
+        server.send(WatchBlocks(4))
+        while (routing := routed(server).routing) is None or routing.turn != 4:
+            pass
+        assert routing.whole and not routing.number

@@ -7,31 +7,8 @@ ones, the least recently used first. Neither numpy nor an engine is imported her
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-
-
-def block_keys(
-    tokens: Sequence[int], block_tokens: int, cache_salt: bytes = b"", known: Sequence[bytes] = ()
-) -> list[bytes]:
-    """A key for each full block of ``tokens``: the sha256 of the key before it and of its own tokens.
-
-    So a key stands for all tokens up to the end of its block, and for the salt: sequences of
-    different salts never share a block. ``known``: keys of the first blocks, which are not computed again.
-
-    >>> first, second = block_keys([1, 2, 3, 4, 5], 2)
-    >>> block_keys([1, 2, 9, 9], 2)[0] == first, block_keys([9, 9, 3, 4], 2)[1] == second
-    (True, False)
-    """
-    keys = list(known)
-    previous = keys[-1] if keys else hashlib.sha256(cache_salt).digest()
-    for start in range(len(keys) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
-        content = array("q", tokens[start : start + block_tokens]).tobytes()
-        previous = hashlib.sha256(previous + content).digest()
-        keys.append(previous)
-    return keys
+from collections.abc import Collection, Iterable, Sequence
 
 
 class BlockPool:
@@ -44,6 +21,7 @@ class BlockPool:
         self._key: dict[int, bytes] = {}
         self._block: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._changes: dict[bytes, bool] | None = None  # keys, and whether they are there now; None: nobody asks
 
     @property
     def available(self) -> int:
@@ -57,6 +35,22 @@ class BlockPool:
     @property
     def cached(self) -> int:
         return len(self._cached)
+
+    @property
+    def keys(self) -> Collection[bytes]:
+        """Of all content that can be found."""
+        return self._block.keys()
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Keys that came or went since the last call, and whether each is there now. The first call begins to note
+        them, and gives none.
+        """
+        changes, self._changes = self._changes or {}, {}
+        return changes
+
+    def forget_changes(self) -> None:
+        """Note them no longer: nobody asks."""
+        self._changes = None
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of the first keys, up to the first that is not known."""
@@ -86,7 +80,10 @@ class BlockPool:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            del self._block[self._key.pop(block)]
+            key = self._key.pop(block)
+            del self._block[key]
+            if self._changes is not None:
+                self._changes[key] = False
         self._holders[block] = 1
         return block
 
@@ -94,6 +91,8 @@ class BlockPool:
         """A held block is full, and this is the key of its content. The first block of a key stays the one found."""
         if block not in self._key and key not in self._block:
             self._key[block], self._block[key] = key, block
+            if self._changes is not None:
+                self._changes[key] = True
 
     def release(self, blocks: Sequence[int]) -> None:
         """One sequence gives these up, in the order of its positions. The last are the first to be taken again."""

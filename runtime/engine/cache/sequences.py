@@ -1,6 +1,6 @@
 """The cache of sequences over all kinds of state that a model's layers have.
 
-A prefix is found by the keys of its blocks (:func:`runtime.engine.cache.blocks.block_keys`), and resumed at the longest
+A prefix is found by the keys of its blocks (:func:`runtime.wire.block_keys.block_keys`), and resumed at the longest
 point at which *every* kind of state can: keys and values at each full block, recurrent state where a snapshot is.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from runtime.engine.cache.blocks import block_keys
 from runtime.engine.cache.kinds import Demand, Lease, Match, StateKind
+from runtime.wire.block_keys import block_keys
 
 
 class SequenceCache:

@@ -8,6 +8,7 @@ import select
 import socket
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -26,6 +27,7 @@ from runtime.wire.messages import (
     GenerateRequest,
     ReadFile,
     StepReport,
+    WatchBlocks,
 )
 from runtime.wire.session import Session
 from tapeout.errors import RequestError, TapeoutError
@@ -85,6 +87,7 @@ class EngineConnection(asyncio.Protocol, ABC):
         self.idle.set()
         self._info: EngineInfo | None = None
         self._closing = False
+        self._heard: Callable[[StepReport], int | None] | None = None
         self._reported_at = monotonic()
         self._streams: dict[str, DeltaStream] = {}
         self._opened: asyncio.Future[EngineInfo] | None = None
@@ -162,6 +165,14 @@ class EngineConnection(asyncio.Protocol, ABC):
     def cancel_all(self) -> None:
         for id in self._streams:
             self.send(Cancel(id))
+
+    def watch(self, turn: int, heard: Callable[[StepReport], int | None]) -> None:
+        """Have the engine report by which blocks and how soon it can answer, see :class:`WatchBlocks`.
+
+        ``heard``: is given each such report, and returns a turn where the engine must begin anew.
+        """
+        self._heard = heard
+        self.send(WatchBlocks(turn))
 
     async def read(self, sha256: str, offset: int) -> bytes:
         """A part of a file of the bundle; empty at its end. One at a time."""
@@ -254,6 +265,8 @@ class EngineConnection(asyncio.Protocol, ABC):
 
     def _report(self, report: StepReport) -> None:
         self.stats = report.stats
+        if report.routing is not None and self._heard is not None and (turn := self._heard(report)) is not None:
+            self.send(WatchBlocks(turn))
         streams = self._streams
         for delta in report.deltas:
             id = delta.id

@@ -1,0 +1,1 @@
+"""A fleet of engines in virtual time: what the choice among them is worth, and what it costs."""

@@ -1,0 +1,174 @@
+"""docs/benchmarks/fleet.md: what was simulated, and which bars hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.fleet.decision import BAR_BYTES, BAR_US
+from benchmarks.fleet.simulate import WARM, Figures
+
+BLIND = ("round robin", "two choices", "least load")
+RIVALS = ("round robin", "least load", "session hash")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One workload under several policies. ``load``: a share of what round robin can answer, where that is known."""
+
+    workload: str
+    load: float | None
+    turns: int
+    figures: tuple[Figures, ...]
+
+    @property
+    def name(self) -> str:
+        return self.workload if self.load is None else f"{self.workload} at {self.load:.0%}"
+
+    def of(self, policy: str) -> Figures | None:
+        return next((figures for figures in self.figures if figures.policy == policy), None)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload,
+            "load": self.load,
+            "turns": self.turns,
+            "policies": [figures.as_json() for figures in self.figures],
+        }
+
+
+@dataclass(frozen=True)
+class Bar:
+    what: str
+    expected: str
+    found: str
+    holds: bool
+
+
+def bars(compared: Sequence[Compared]) -> list[Bar]:
+    """Those whose policies were all compared."""
+    found = list[Bar]()
+    for one in compared:
+        ours = one.of("exact")
+        if ours is None:
+            continue
+        blind = [figures for policy in BLIND if (figures := one.of(policy))]
+        if one.load == 0.7 and blind:
+            ratios = {figures.policy: ours.ttft_p99 / figures.ttft_p99 for figures in blind}
+            text = ", ".join(f"{ratio:.2f} of {policy}" for policy, ratio in ratios.items())
+            found.append(Bar(f"{one.name}: P99 TTFT", "at most 0.25 of each", text, max(ratios.values()) <= 0.25))
+        rivals = [figures for policy in RIVALS if (figures := one.of(policy))]
+        if rivals:
+            p50 = ours.ttft_p50 / min(figures.ttft_p50 for figures in rivals)
+            p99 = ours.ttft_p99 / min(figures.ttft_p99 for figures in rivals)
+            text = f"P50 {p50:.2f}, P99 {p99:.2f}"
+            what = f"{one.name}: TTFT, of the best of round robin, least load and session hash"
+            found.append(Bar(what, "at most 1.05", text, max(p50, p99) <= 1.05))
+        oracle = one.of("most cached")
+        if oracle is not None and oracle.hits:
+            text = f"{ours.hits / oracle.hits:.1%}"
+            found.append(
+                Bar(f"{one.name}: hits, of most cached", "at least 97 %", text, ours.hits >= 0.97 * oracle.hits)
+            )
+    return found
+
+
+def decision_bars(decision: Mapping[str, Any]) -> list[Bar]:
+    us = max(decision["microseconds"]["decision"], decision["microseconds, all equal"]["decision"])
+    used = decision["bytes a block"]
+    what = f"a decision among {decision['engines']} engines, for {decision['tokens']:,} tokens"
+    return [
+        Bar(what, f"at most {BAR_US} µs", f"{us:.0f} µs of processor time", us <= BAR_US),
+        Bar("memory of the index for each block", f"at most {BAR_BYTES} bytes", f"{used:.0f} bytes", used <= BAR_BYTES),
+    ]
+
+
+def table(compared: Sequence[Compared]) -> str:
+    lines = [
+        "| workload | policy | TTFT P50 ms | TTFT P99 ms | hits | of the possible | tokens/s |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for one in compared:
+        lines += [
+            f"| {one.name} | {figures.policy} | {figures.ttft_p50:,.0f} | {figures.ttft_p99:,.0f} "
+            f"| {figures.hits:.1%} | {figures.possible:.1%} | {figures.tokens_per_second:,.0f} |"
+            for figures in one.figures
+        ]
+    return "\n".join(lines)
+
+
+def bar_table(found: Sequence[Bar]) -> str:
+    lines = ["| what | bar | found | |", "|---|---|---|---|"]
+    lines += [f"| {bar.what} | {bar.expected} | {bar.found} | {_verdict(bar)} |" for bar in found]
+    return "\n".join(lines)
+
+
+def page(compared: Sequence[Compared], settings: Mapping[str, Any], decision: Mapping[str, Any]) -> str:
+    """``settings``: bundle, engines, cache_tokens, seed, and saturation in conversations a second."""
+    found = [*bars(compared), *decision_bars(decision)]
+    parts, tied = decision["microseconds"], decision["microseconds, all equal"]["decision"]
+    return TEMPLATE.format(
+        **settings,
+        held=sum(bar.holds for bar in found),
+        all=len(found),
+        bars=bar_table(found),
+        table=table(compared),
+        warm=WARM,
+        many=decision["engines"],
+        tokens=decision["tokens"],
+        whole=parts["decision"],
+        keys=parts["of which keys"],
+        index=parts["of which index"],
+        tied=tied,
+        alone=decision["bytes a block"],
+        shared=decision["bytes a block, half shared"],
+    )
+
+
+def _verdict(bar: Bar) -> str:
+    return "holds" if bar.holds else "**missed**"
+
+
+TEMPLATE = """# Routing in a fleet, simulated
+
+This page is written by `python -m benchmarks.fleet.run --traces FOLDER --page docs/benchmarks/fleet.md`.
+Do not edit it.
+
+{engines} engines with {cache_tokens:,} tokens of KV memory each. Scheduler, cache, reports of block keys, index and
+choice are those of the server, in virtual time. Only the length of a step is a model, from measured steps of the
+bundle "{bundle}" (`benchmarks/fleet/engines.py`). There is one gateway, reports take no time, and no engine fails.
+The figures depend on the seed ({seed}) and on nothing else of the machine. They have not been compared with real
+replicas yet.
+
+## Bars
+
+{held} of {all} bars hold.
+
+{bars}
+
+## Figures
+
+{table}
+
+- multi-turn: conversations of 5 turns on average, Poisson, with one of 4 system prompts of 256 tokens, messages of 80
+  and answers of 100 tokens, and pauses of 6 s. Load is a share of {saturation:.1f} conversations a second, which round
+  robin finishes where all come at once.
+- single-turn: prompts of 300 tokens that share nothing, in bursts.
+- mooncake_conversation: lengths divided by 16, so a block of the trace is 32 tokens. Conversations are told apart by
+  their second block.
+- azure_2023: lengths divided by 4, and no prompt shares anything.
+- Requests of traces come faster than in the trace, see `TRACES` in `benchmarks/fleet/run.py`.
+- exact is ours. most cached sees into all pools, goes where most of the prompt is, and ignores load: an oracle for
+  hits, not for time.
+- hits: prompt tokens that came from a cache. Of the possible: as a share of what the best engine for each request had
+  when it arrived. The first {warm:.0%} of the time does not count.
+- tokens/s: while the middle three fifths of all tokens were made.
+
+## Cost of a decision
+
+`python -m benchmarks.fleet.decision`: {many} engines hold prefixes of different lengths of each prompt of {tokens:,}
+tokens. Of {whole:.0f} µs, {keys:.0f} are the keys of the prompt's blocks and {index:.0f} the look-up for all engines.
+Where all engines are equally good it takes {tied:.0f} µs. The index takes {alone:.0f} bytes a block where engines
+share none, and {shared:.0f} where they share half of them. These are processor times of one thread on a busy machine.
+"""

@@ -1,0 +1,1 @@
+"""Which of many engines a request goes to."""

@@ -1,0 +1,102 @@
+"""Which engine gives a request its first token soonest, as far as can be told from what each has measured of itself.
+
+The seconds are those of the prompt tokens that wait there already and of the request's own that are not cached, at the
+speed that the engine has beside its decodes. Engines of different speeds therefore need no weights, and a long
+prefix that is cached on a busy engine is weighed against a free engine that has none of it. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from operator import itemgetter
+from typing import NamedTuple
+
+from runtime.wire.messages import EngineLoad
+
+# Predictions that differ by less say nothing: what is left of an engine's step is not known. A narrower bound gathers
+# conversations on the few engines that have a system prompt already (simulated: at 1.1 and 1 ms a P50 5 % higher).
+NEAR, NEAR_SECONDS = 1.3, 0.003
+# Of a prompt token, where no engine has computed any yet: then all are alike, and only the number of tokens counts.
+UNKNOWN_SECONDS = 0.001
+
+
+class Speed(NamedTuple):
+    """How long prompts take on an engine, drawn from its load. ``wait``: seconds until it takes one more request.
+
+    Tokens that do not fill a step cost ``step`` and ``token`` each. Those that do cost ``full`` each, in which their
+    share of the decodes of each step is contained.
+    """
+
+    wait: float
+    step: float
+    token: float
+    full: float
+
+    @classmethod
+    def of(cls, load: EngineLoad, sent: int = 0, unknown: float = UNKNOWN_SECONDS) -> Speed:
+        """``sent``: requests that are on their way to it. ``unknown``: seconds of a prompt token, until it has measured
+        any.
+
+        >>> Speed.of(EngineLoad(prompt_seconds=0.001)).seconds(200)
+        0.2
+        >>> beside_decodes = EngineLoad(prompt_seconds=0.001, decode_seconds=0.01, chunk_tokens=20)
+        >>> round(Speed.of(beside_decodes).seconds(10), 3), round(Speed.of(beside_decodes).seconds(200), 3)
+        (0.02, 0.3)
+        """
+        token = load.prompt_seconds or unknown
+        ends = load.running + load.waiting + sent + 1 - load.most_running  # of answers, before it can begin
+        wait = 0.0
+        if load.most_running and ends > 0:
+            wait = ends * load.answer_tokens * load.decode_seconds / load.most_running
+        return cls(wait, load.decode_seconds, token, token + load.decode_seconds / max(1, load.chunk_tokens))
+
+    def seconds(self, tokens: int) -> float:
+        """Until so many tokens are computed."""
+        return self.wait + max(self.step + tokens * self.token, tokens * self.full)
+
+
+class EngineOption(NamedTuple):
+    """An engine that could take a request. ``seconds``: to the first token; ``tokens``: of the prompt to compute."""
+
+    engine: str
+    seconds: float
+    tokens: int
+
+
+_seconds = itemgetter(1)
+
+
+def ranked(options: Sequence[EngineOption], tie: bytes) -> list[EngineOption]:
+    """The best first. Those that are nearly as good as the best are in the order that ``tie`` gives them, which is
+    the same in every gateway, and changes little where engines come and go (rendezvous hashing).
+
+    >>> options = [EngineOption("a", 0.3, 9), EngineOption("b", 0.1, 9), EngineOption("c", 0.2, 9)]
+    >>> [option.engine for option in ranked(options, b"")]
+    ['b', 'c', 'a']
+    """
+    best = sorted(options, key=_seconds)
+    if not best:
+        return best
+    limit = NEAR * best[0].seconds + NEAR_SECONDS
+    near = 1
+    while near < len(best) and best[near].seconds <= limit:
+        near += 1
+    if near > 1:
+        hashed = _hash(tie)
+        # A product of 64 bits mixes two hashes in a tenth of the time that a third hash takes.
+        best[:near] = sorted(best[:near], key=lambda option: -((hashed ^ _hash_of(option.engine)) * _ODD & _BITS))
+    return best
+
+
+_ODD, _BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1  # 2**64 over the golden ratio
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(blake2b(content, digest_size=8).digest())
+
+
+@lru_cache(maxsize=4096)
+def _hash_of(engine: str) -> int:
+    return _hash(engine.encode())

@@ -1,0 +1,101 @@
+"""The choice among the engines of a fleet, from their reports. Reads no clock and waits for nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runtime.gateway.routing.choice import UNKNOWN_SECONDS, EngineOption, Speed, ranked
+from runtime.gateway.routing.index import PrefixIndex
+from runtime.wire.block_keys import block_keys
+from runtime.wire.messages import EngineLoad, GenerateRequest, StepReport
+
+
+@dataclass
+class _Engine:
+    """``unseen``: tokens of the requests that were sent to it, and that its last report does not count yet."""
+
+    block_tokens: int
+    load: EngineLoad = field(default_factory=EngineLoad)
+    sent: int = 0  # requests
+    unseen: deque[int] = field(default_factory=deque[int])
+    tokens: int = 0  # of the backlog and the unseen
+    speed: Speed = field(init=False)
+
+
+class FleetRouter:
+    """One for all connections of a gateway. Engines go by names of the caller's choice, the same in every gateway."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self._engines: dict[str, _Engine] = {}
+        self._unknown = UNKNOWN_SECONDS
+        self._unmeasured: set[str] = set()  # engines that have computed no prompt yet
+
+    def join(self, engine: str, block_tokens: int) -> int:
+        """An engine was connected to, perhaps not for the first time. The turn of the WatchBlocks to send it."""
+        self._engines[engine] = joined = _Engine(block_tokens)
+        self._unmeasured.add(engine)
+        self._count(joined)
+        return self.index.join(engine)
+
+    def leave(self, engine: str) -> None:
+        self._engines.pop(engine, None)
+        self._unmeasured.discard(engine)
+        self.index.leave(engine)
+
+    def heard(self, engine: str, report: StepReport) -> int | None:
+        """A report of an engine: the turn of the WatchBlocks to send it, where reports before this one are missing."""
+        routing, known = report.routing, self._engines[engine]
+        if routing is None:
+            return None
+        while known.unseen and known.sent - len(known.unseen) < routing.received:
+            known.unseen.popleft()
+        known.load = routing.load
+        self._count(known)
+        if measured := routing.load.prompt_seconds:
+            self._unknown = measured
+            self._unmeasured.discard(engine)
+            for other in self._unmeasured:  # else they might seem slow, and never compute one
+                self._count(self._engines[other])
+        return self.index.apply(engine, routing, report.stats)
+
+    def choose(self, request: GenerateRequest, engines: Sequence[str], session: str = "") -> list[EngineOption]:
+        """These engines, the best first. ``session``: the conversation of the request, if its client names it.
+
+        The blocks say already where a conversation is, so it only decides between engines that are nearly equal.
+        """
+        tokens = len(request.prompt)
+        cached, tie = self._cached(request, engines)
+        options = list[EngineOption]()
+        for name in engines:
+            engine = self._engines[name]
+            missing = tokens - cached.get(name, 0) * engine.block_tokens
+            options.append(EngineOption(name, engine.speed.seconds(engine.tokens + missing), missing))
+        return ranked(options, session.encode() or tie)
+
+    def sent(self, option: EngineOption) -> None:
+        """A request is on its way to the engine of an option: the next choice counts it."""
+        engine = self._engines[option.engine]
+        engine.sent += 1
+        engine.unseen.append(option.tokens)
+        self._count(engine)
+
+    def _cached(self, request: GenerateRequest, engines: Sequence[str]) -> tuple[dict[str, int], bytes]:
+        """Blocks of the prompt by engine, and the key of the first one; of a prompt without any, the prompt itself."""
+        cached, tie, prompt = dict[str, int](), b"", request.prompt
+        for size in {self._engines[name].block_tokens for name in engines}:
+            keys = block_keys(prompt[:-1], size, request.cache_salt)  # the last token is computed in any case
+            tie = keys[0] if keys else repr(prompt).encode()
+            if request.prompt_logprobs is None:  # else every token is computed
+                found = self.index.resumable(keys)
+                cached |= {name: found[name] for name in found.keys() & engines if self._size(name) == size}
+        return cached, tie
+
+    def _size(self, engine: str) -> int:
+        return self._engines[engine].block_tokens
+
+    def _count(self, engine: _Engine) -> None:
+        engine.tokens = engine.load.backlog_tokens + sum(engine.unseen)
+        engine.speed = Speed.of(engine.load, len(engine.unseen), self._unknown)

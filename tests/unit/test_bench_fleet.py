@@ -1,0 +1,203 @@
+"""The simulator of a fleet: a seed repeats all figures, nothing is lost, and policies do what they are called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fleet import decision, run
+from benchmarks.fleet.engines import BUNDLES, MAX_TOKENS, SimulatedEngine
+from benchmarks.fleet.page import Compared, bars
+from benchmarks.fleet.policies import POLICIES, Exact, MostCached, RoundRobin, SessionHash
+from benchmarks.fleet.run import compare
+from benchmarks.fleet.simulate import Figures, FleetShape, simulate
+from benchmarks.fleet.workloads import Workload, multi_turn, read_trace, single_turn
+from runtime.wire.messages import GenerateRequest
+from tapeout.errors import ExitCode, RequestError
+
+LENGTHS, SHAPE = BUNDLES["default"], FleetShape(engines=3, cache_tokens=8192)
+TALKS = multi_turn(3, seconds=6, rate=2, turns=3, think_seconds=1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_is_answered_and_a_seed_repeats_all_figures(policy: str) -> None:
+    """The caches are too small for all conversations, so blocks are evicted and requests preempted."""
+    found = simulate(TALKS, policy, LENGTHS, SHAPE)
+    assert found == simulate(TALKS, policy, LENGTHS, SHAPE)
+    assert 0.8 * TALKS.turns <= found.requests <= TALKS.turns
+    assert 0 < found.ttft_p50 <= found.ttft_p99 and 0 <= found.hits <= 1 and found.tokens_per_second > 0
+
+
+def test_the_index_of_ours_is_what_the_pools_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Exact, list[SimulatedEngine]]] = []
+
+    def kept(engines: list[SimulatedEngine], seed: int) -> Exact:
+        made.append((policy := Exact(engines, seed), engines))
+        return policy
+
+    monkeypatch.setitem(POLICIES, "exact", kept)
+    simulate(TALKS, "exact", LENGTHS, FleetShape(engines=3, cache_tokens=4096))
+    ((policy, engines),) = made
+    policy.router.index.check()
+    distinct = {key for engine in engines for key in engine.pool.keys}
+    assert distinct and len(policy.router.index) == len(distinct)
+    for engine in engines:
+        engine.scheduler.check()
+        assert not engine.scheduler.running + engine.scheduler.waiting
+
+
+def test_conversations_find_their_blocks_where_they_were_answered() -> None:
+    roomy = FleetShape(engines=3)
+    hits = {policy: simulate(TALKS, policy, LENGTHS, roomy).hits for policy in ("round robin", "exact", "most cached")}
+    assert hits["exact"] > hits["round robin"] + 0.1
+    assert hits["exact"] > 0.9 * hits["most cached"]
+
+
+def test_policies_do_what_they_are_called() -> None:
+    engines = [SimulatedEngine(LENGTHS, 32) for _ in range(3)]
+    request = GenerateRequest("r", list(range(200)), 5)
+    robin = RoundRobin(engines, 0)
+    assert sorted(robin.choose(request, "s") for _ in range(3)) == [0, 1, 2]
+    hashed = SessionHash(engines, 0)
+    assert len({hashed.choose(request, "s") for _ in range(5)}) == 1
+    assert len({hashed.choose(request, f"s{number}") for number in range(30)}) == 3
+    engines[1].add(request, range(5), 0.0)
+    while engines[1].begin(0.0) is not None:
+        engines[1].end(1.0)
+    assert {MostCached(engines, seed).choose(request, "s") for seed in range(3)} == {1}
+
+
+def test_a_step_is_as_long_as_its_tokens_say() -> None:
+    engine = SimulatedEngine(LENGTHS, 32)
+    engine.add(GenerateRequest("r", list(range(100)), 2), range(2), 0.0)
+    end = engine.begin(1.0)
+    assert end == pytest.approx(1 + 100 * LENGTHS.token)
+    assert end is not None and engine.end(end).first == {"r": 0}
+    later = engine.begin(end)
+    assert later is not None and later - end == pytest.approx(LENGTHS.seconds(1, 0))
+    assert engine.end(later).finished == ["r"] and engine.begin(later) is None
+
+
+def test_a_conversation_repeats_its_history() -> None:
+    for conversation in TALKS.conversations:
+        for before, after in zip(conversation.turns, conversation.turns[1:], strict=False):
+            history = [*before.tokens(), *before.answer]
+            assert after.tokens()[: len(history)] == history
+        assert max(turn.prompt_tokens + len(turn.answer) for turn in conversation.turns) <= MAX_TOKENS
+    assert multi_turn(3, seconds=6, rate=2) == multi_turn(3, seconds=6, rate=2) != multi_turn(4, seconds=6, rate=2)
+
+
+def test_bursts_share_nothing() -> None:
+    burst = single_turn(1, seconds=5, rate=4, prompt_tokens=100, answer_tokens=20)
+    assert burst.turns > 5
+    assert simulate(burst, "exact", LENGTHS, SHAPE).hits == 0
+
+
+# --- traces, of which none is part of the project --------------------------------------------------------------------
+
+
+def test_a_trace_in_mooncakes_format(tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    entries = [
+        {"timestamp": 2000, "input_length": 1200, "output_length": 64, "hash_ids": [0, 5, 7]},
+        {"timestamp": 1000, "input_length": 600, "output_length": 32, "hash_ids": [0, 5]},
+    ]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    workload = read_trace(path, shrink=4)
+    first, second = workload.conversations
+    assert (workload.name, first.start, second.start) == ("talks", 0.0, 1.0) and first.name == second.name
+    short, long = first.turns[0], second.turns[0]
+    assert (short.prompt_tokens, len(short.answer), long.prompt_tokens) == (150, 8, 300)
+    assert long.tokens()[:150] == short.tokens(), "equal ids are equal tokens"
+    assert len(set(long.tokens())) == 300 and not set(long.answer) & set(short.answer)
+
+
+def test_a_trace_in_azures_format(tmp_path: Path) -> None:
+    path = tmp_path / "code.csv"
+    head = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    path.write_text(
+        f"{head}2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.9799600,31,8\n2023-11-16 18:17:05.0,9000,0\n"
+    )
+    workload = read_trace(path, shrink=2)
+    assert [conversation.start for conversation in workload.conversations] == pytest.approx([0, 1, 1.02004])
+    lengths = [(turn.prompt_tokens, len(turn.answer)) for c in workload.conversations for turn in c.turns]
+    assert lengths == [(2043, 5), (15, 4), (2047, 1)], "no more than there are positions"
+    assert len(workload.faster(2).first(0.5).conversations) == 1
+
+
+@pytest.mark.parametrize(("name", "content"), [("x.txt", "1"), ("x.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n")])
+def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RequestError, match="expected"):
+        read_trace(tmp_path / name)
+
+
+# --- bars ------------------------------------------------------------------------------------------------------------
+
+
+def figures(policy: str, p50: float, p99: float, hits: float = 0.5) -> Figures:
+    return Figures(policy, 100, p50, p99, hits, 0.9, 100.0, 1)
+
+
+def test_bars_hold_and_are_missed() -> None:
+    """Planted: the mean of the others instead of the best, and the bar of 70 % at every load."""
+    others = (figures("round robin", 100, 400), figures("least load", 90, 500), figures("most cached", 10, 90, 0.52))
+    good = Compared("w", 0.7, 9, (*others, figures("exact", 90, 101)))
+    assert [(bar.what, bar.holds) for bar in bars([good])] == [
+        ("w at 70%: P99 TTFT", False),
+        ("w at 70%: TTFT, of the best of round robin, least load and session hash", True),
+        ("w at 70%: hits, of most cached", False),
+    ]
+    assert "0.25 of round robin, 0.20 of least load" in bars([good])[0].found
+    best = Compared("w", 0.7, 9, (*others[:2], figures("exact", 96, 90)))
+    assert [bar.holds for bar in bars([best])] == [True, False]
+    other = Compared("w", None, 9, (*others[:2], figures("exact", 94, 90)))
+    assert [bar.holds for bar in bars([other])] == [True]
+    assert bars([Compared("w", None, 9, others)]) == []
+
+
+def test_the_command_writes_a_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "LOADS", (0.7,))
+    path, written_page = tmp_path / "fleet.json", tmp_path / "fleet.md"
+    words = ["--engines", "2", "--seconds", "4", "--policies", "round robin", "exact"]
+    words += ["--json", str(path), "--page", str(written_page)]
+    monkeypatch.setattr(run, "decision", lambda: decision.decision(2, 200, 100))
+    assert run.main(words) == ExitCode.PASS
+    printed = capsys.readouterr().out
+    assert "| multi-turn at 70% | exact |" in printed and "| single-turn | round robin |" in printed
+    assert printed.partition("\n\n")[0] in written_page.read_text()
+    written = json.loads(path.read_text())
+    assert [one["workload"] for one in written["compared"]] == ["multi-turn", "single-turn"]
+    assert {one["policy"] for one in written["compared"][0]["policies"]} == {"round robin", "exact"}
+
+
+def test_a_folder_with_a_broken_trace_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "LOADS", ())
+    (tmp_path / "mooncake_conversation.jsonl").write_text("")
+    words = ["--engines", "1", "--seconds", "1", "--policies", "exact", "--traces", str(tmp_path)]
+    assert run.main(words) == ExitCode.BROKEN
+    assert "holds no request" in capsys.readouterr().err
+
+
+def test_round_robin_answers_no_more_than_it_can() -> None:
+    most = run.saturation(TALKS, LENGTHS, SHAPE, 0)
+    twice = run.saturation(TALKS, LENGTHS, FleetShape(engines=6, cache_tokens=8192), 0)
+    assert 0 < most < twice
+
+
+def test_compare_runs_each_policy_once() -> None:
+    found = compare(Workload("w", TALKS.conversations[:3]), ["exact", "round robin"], LENGTHS, SHAPE, load=0.5)
+    assert [one.policy for one in found.figures] == ["exact", "round robin"] and found.of("least load") is None
+
+
+def test_the_cost_of_a_decision_is_measured_by_part() -> None:
+    """The index stays within its bytes a block, which no other work on the machine changes."""
+    found = decision.decision_us(engines=3, tokens=200)
+    assert set(found) == {"decision", "of which keys", "of which index"} and min(found.values()) > 0
+    assert 0 < decision.block_bytes(4, 500, 0.5) < decision.block_bytes(4, 500, 0.0) <= decision.BAR_BYTES

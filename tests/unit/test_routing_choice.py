@@ -1,0 +1,158 @@
+"""Which engine a gateway prefers: by what each has measured, what waits there, and what it has of the prompt."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.gateway.routing.choice import NEAR, NEAR_SECONDS, EngineOption, Speed, ranked
+from runtime.gateway.routing.router import FleetRouter
+from runtime.wire.block_keys import block_keys
+from runtime.wire.messages import (
+    KEY_BYTES,
+    EngineLoad,
+    EngineStats,
+    GenerateRequest,
+    KeyChanges,
+    RoutingReport,
+    StepReport,
+)
+
+BLOCK = 4
+PROMPT = list(range(1, 42))  # ten full blocks and a token
+IDLE = EngineLoad(chunk_tokens=256, prompt_seconds=0.001, decode_seconds=0.0, most_running=4, answer_tokens=100)
+names = st.text("abcdef", min_size=1, max_size=4)
+
+
+class Told:
+    """A router, and engines that say what a test wants."""
+
+    def __init__(self, *engines: str) -> None:
+        self.router, self.turns, self.numbers = FleetRouter(), dict[str, int](), Counter[str]()
+        for engine in engines:
+            self.turns[engine] = self.router.join(engine, BLOCK)
+
+    def say(self, engine: str, load: EngineLoad = IDLE, keys: list[bytes] | None = None, received: int = 0) -> None:
+        published = b"".join(key[:KEY_BYTES] for key in keys or ())
+        number = self.numbers[engine]
+        self.numbers[engine] += 1
+        report = RoutingReport(
+            self.turns[engine], number, not number, 0, KeyChanges(published), KeyChanges(), received, load
+        )
+        assert self.router.heard(engine, StepReport((), EngineStats(blocks=20), (), report)) is None
+
+    def order(self, request: GenerateRequest, session: str = "") -> list[str]:
+        return [option.engine for option in self.router.choose(request, list(self.turns), session)]
+
+
+def request(prompt: list[int] = PROMPT, salt: bytes = b"", scored: bool = False) -> GenerateRequest:
+    return GenerateRequest("r", prompt, 5, cache_salt=salt, prompt_logprobs=0 if scored else None)
+
+
+def test_the_engine_that_has_the_prompt_is_first_until_its_backlog_outweighs_that() -> None:
+    told = Told("a", "b", "c")
+    told.say("b", keys=block_keys(PROMPT, BLOCK))
+    for engine in "ac":
+        told.say(engine)
+    best = told.router.choose(request(), ["a", "b", "c"])[0]
+    assert (best.engine, best.tokens) == ("b", 1), "ten blocks are cached, and the last token is computed in any case"
+    told.say("b", IDLE._replace(backlog_tokens=15))
+    assert told.order(request())[0] == "b"
+    told.say("b", IDLE._replace(backlog_tokens=60))
+    assert told.order(request())[-1] == "b"
+
+
+def test_a_prefix_of_another_salt_and_a_scored_prompt_are_computed_everywhere() -> None:
+    """Planted: keys without the salt, and hits for a prompt whose logits are all wanted."""
+    told = Told("a", "b")
+    told.say("a", IDLE._replace(backlog_tokens=3), block_keys(PROMPT, BLOCK))
+    told.say("b")
+    assert told.order(request()) == ["a", "b"]
+    for other in (request(salt=b"other"), request(scored=True)):
+        assert {option.tokens for option in told.router.choose(other, ["a", "b"])} == {len(PROMPT)}
+
+
+def test_a_faster_engine_takes_more_without_weights() -> None:
+    told = Told("fast", "slow")
+    told.say("fast", IDLE._replace(backlog_tokens=100))
+    told.say("slow", IDLE._replace(prompt_seconds=0.01))
+    assert told.order(request()) == ["fast", "slow"]
+
+
+def test_decodes_and_full_engines_count() -> None:
+    busy = IDLE._replace(decodes=3, running=3, chunk_tokens=8, decode_seconds=0.01)
+    assert Speed.of(busy).seconds(40) > Speed.of(IDLE).seconds(40)
+    full = busy._replace(running=4)
+    assert Speed.of(full).seconds(40) > Speed.of(busy).seconds(40) + 0.2, "an answer of 100 steps must end first"
+    assert Speed.of(busy, sent=1).wait == Speed.of(full).wait
+
+
+def test_what_was_sent_counts_until_the_engine_has_seen_it() -> None:
+    told = Told("a", "b")
+    told.say("a")
+    told.say("b")
+    first = told.router.choose(request(), ["a", "b"])[0]
+    told.router.sent(first)
+    other = "b" if first.engine == "a" else "a"
+    assert told.order(request()) == [other, first.engine]
+    told.say(first.engine, received=0)
+    assert told.order(request()) == [other, first.engine], "the report was made before the request came"
+    told.say(first.engine, received=1)
+    assert told.order(request())[0] == told.order(request())[0] and not told.router._engines[first.engine].unseen
+
+
+def test_an_engine_that_has_measured_nothing_is_as_fast_as_the_others() -> None:
+    told = Told("new", "old")
+    told.say("new", EngineLoad())
+    told.say("old", IDLE._replace(backlog_tokens=40))
+    assert told.order(request()) == ["new", "old"]
+
+
+def test_a_new_connection_forgets_what_was_known() -> None:
+    told = Told("a", "b")
+    told.say("a", keys=block_keys(PROMPT, BLOCK))
+    told.say("b")
+    told.turns["a"] = told.router.join("a", BLOCK)
+    assert {option.tokens for option in told.router.choose(request(), ["a", "b"])} == {len(PROMPT)}
+    told.router.leave("a")
+    assert [option.engine for option in told.router.choose(request(), ["b"])] == ["b"]
+
+
+def test_sessions_and_first_blocks_break_ties_alone() -> None:
+    told = Told(*"abcdefgh")
+    for engine in told.turns:
+        told.say(engine)
+    first = Counter(told.order(request(), session=f"s{number}")[0] for number in range(400))
+    assert len(first) == 8 and max(first.values()) < 100, "sessions spread"
+    assert told.order(request(), "s1") == told.order(request([9, *PROMPT]), "s1"), "a session stays"
+    assert told.order(request()) == told.order(request([*PROMPT, 7])), "prompts that begin alike meet"
+    told.say("a", keys=block_keys(PROMPT, BLOCK))
+    assert {told.order(request(), session=f"s{number}")[0] for number in range(40)} == {"a"}
+
+
+def test_prompts_without_a_full_block_spread() -> None:
+    told = Told(*"abcd")
+    assert len({told.order(request([number]))[0] for number in range(60)}) == 4
+
+
+@given(st.dictionaries(names, st.floats(0, 10), min_size=1, max_size=9), st.binary(max_size=8), st.data())
+def test_ranked_is_a_permutation_that_keeps_ties_when_others_leave(
+    seconds: dict[str, float], tie: bytes, data: st.DataObject
+) -> None:
+    options = [EngineOption(engine, time, 1) for engine, time in seconds.items()]
+    order = ranked(options, tie)
+    assert sorted(order) == sorted(options)
+    limit = NEAR * min(seconds.values()) + NEAR_SECONDS
+    assert order[0].seconds <= limit
+    rest = [option.seconds for option in order if option.seconds > limit]
+    assert rest == sorted(rest) and order[len(order) - len(rest) :] == [o for o in order if o.seconds > limit]
+    best = min(options, key=lambda option: option.seconds)
+    gone = data.draw(st.sampled_from(options))
+    if gone != best:
+        assert ranked([option for option in options if option != gone], tie) == [o for o in order if o != gone]
+
+
+def test_nothing_to_choose_from_is_no_error() -> None:
+    assert ranked([], b"") == []
