@@ -10,6 +10,7 @@ from typing import Any
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import StaticFile
 from runtime.gateway.fleet.replica import Patience
+from tests.forked_engines import ForkedEngine
 from tests.listening_engine import ListeningEngine
 
 # A machine that also does other things may let a sound engine be silent for a while.
@@ -27,7 +28,7 @@ def write_list(folder: Path, addresses: Sequence[str]) -> Path:
 
 @asynccontextmanager
 async def connected(
-    folder: Path, engines: Sequence[ListeningEngine], patience: Patience = PATIENCE, **options: Any
+    folder: Path, engines: Sequence[ListeningEngine | ForkedEngine], patience: Patience = PATIENCE, **options: Any
 ) -> AsyncGenerator[FleetClient]:
     listed = write_list(folder, [engine.address for engine in engines])
     client = FleetClient(StaticFile(listed), folder / "cache", patience=patience, **options)

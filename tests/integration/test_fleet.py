@@ -14,18 +14,17 @@ import pytest
 
 from runtime.gateway.engines.client import EngineDownError
 from runtime.gateway.fleet.client import FleetClient
-from runtime.gateway.fleet.replica import Patience, ReplicaState
+from runtime.gateway.fleet.replica import Patience
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
 from tests.answering import Whole, whole
-from tests.faulty_engine import CRASH, STOP, Faulty
+from tests.faulty_engine import CRASH, Faulty
 from tests.fleet import connected, write_list
 from tests.listening_engine import ListeningEngine
 from tests.waiting import until
 
 NEW = 120
 SLOW = Faulty(step_seconds=0.005)
-DRAWN = SamplingSettings(temperature=1.0, seed=5, presence_penalty=0.5, frequency_penalty=0.3)
 Start = Callable[..., ListeningEngine]
 
 
@@ -343,51 +342,3 @@ def test_what_nobody_understands_ends_that_connection_and_nothing_else(
         run(test())
     lines = [record.message for record in caplog.records if "cannot be understood" in record.message]
     assert len(lines) == 1 and "takes no requests" in lines[0]
-
-
-# --- many kills ------------------------------------------------------------------------------------------------------
-
-KINDS: tuple[dict[str, Any], ...] = (
-    {"sampling": SamplingSettings(), "logprobs": None},
-    {"sampling": SamplingSettings(frequency_penalty=1.0, repetition_penalty=1.2)},
-    {},
-    {"stop_tokens": frozenset({STOP}), "min_new_tokens": 50},
-    {"prompt_logprobs": 1, "logprobs": 0},
-    {"sampling": DRAWN, "logprobs": 5},
-)
-
-
-async def kills(client: FleetClient, engines: list[ListeningEngine], count: int) -> int:
-    """Engines die in turn among twelve requests of all kinds that run all the time. How many answers there were."""
-    asked = [request(number, **KINDS[number % len(KINDS)]) for number in range(12)]
-    wanted = await asyncio.gather(*[answer(client, one) for one in asked])
-    done, answered = False, 0
-
-    async def ask(number: int) -> None:
-        nonlocal answered
-        while not done:
-            one = request(number, f"{answered}-", **KINDS[number % len(KINDS)])
-            assert await answer(client, one) == wanted[number]
-            answered += 1
-
-    asking = asyncio.gather(*[ask(number) for number in range(12)])
-    for number in range(count):
-        await asyncio.sleep(0.05)
-        await until(lambda: sum(status.state is ReplicaState.READY for status in client.statuses()) >= 2)
-        engine = engines[number % len(engines)]
-        await asyncio.to_thread(engine.again)
-        assert not asking.done(), "an answer differs, or a request has failed"
-    done = True
-    await asking
-    return answered
-
-
-def test_twenty_kills_in_flight(start: Start, tmp_path: Path) -> None:
-    async def test() -> None:
-        engines = [start() for _ in range(3)]
-        async with connected(tmp_path, engines) as client:
-            await until(lambda: all_ready(client, 3))
-            assert await kills(client, engines, 20) >= 12
-            assert client.counts["resumptions"] > 20 and not client.counts["lost"]
-
-    run(test())

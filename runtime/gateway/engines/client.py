@@ -31,6 +31,13 @@ Opened = Callable[[OpenEngine], Awaitable[None]]
 
 
 class EngineClient(OpenEngine, Protocol):
+    async def open(self, opened: Opened | None = None) -> None:
+        """Wait for the engine; :class:`TapeoutError` if it cannot be opened. ``opened``: of it, and of each later one.
+
+        If that fails, so does the opening.
+        """
+        ...
+
     @property
     def stats(self) -> EngineStats:
         """Of the last report."""

@@ -176,8 +176,8 @@ class Replica:
                 connection.require_serving()
             if self.suspected != (silent > patience.suspect):
                 self.suspected = not self.suspected
-                says = f"has not reported for {silent:.1f} seconds" if self.suspected else "reports again"
-                log.warning("the engine at %s %s", self.address, says)
+                event = f"has not reported for {silent:.1f} seconds" if self.suspected else "reports again"
+                log.warning("the engine at %s %s", self.address, event)
             if self._leaving.is_set():
                 self._become(ReplicaState.DRAINING)
             else:
