@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from engines.kernels.cpu import LEVELS
 from tests import command
 from tests.answering import SCHEMA
 from tests.command import ROOT, Running
@@ -80,6 +81,7 @@ def events(gateway: Running, name: str, **more: Any) -> list[Any]:
     found: list[Any] = []
     with httpx2.stream("POST", f"{gateway.url}{path}", json={"model": MODEL} | body | more, timeout=60) as response:
         assert response.status_code == 200
+        assert response.headers["x-engine-level"] in {level.name for level in LEVELS}
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 found.append(json.loads(line[6:]))

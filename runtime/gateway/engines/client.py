@@ -68,6 +68,10 @@ class EngineClient(OpenEngine, Protocol):
         """
         ...
 
+    def level_of(self, id: str) -> str:
+        """The processor level of a running request's engine, where engines may have different ones; else empty."""
+        ...
+
     async def swap(self, bundle: str, settings: EngineSettings | None = None) -> None:
         """Open another bundle, give it all new requests, and leave the old engine once its requests have ended.
 

@@ -91,6 +91,9 @@ class ReopeningClient(ABC, Generic[C]):
         finally:
             connection.abandon(stream)
 
+    def level_of(self, id: str) -> str:
+        return ""
+
     async def swap(self, bundle: str, settings: EngineSettings | None = None) -> None:
         async with self._changing:
             new = self.start(bundle, settings)

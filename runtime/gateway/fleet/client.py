@@ -232,6 +232,9 @@ class FleetClient:
             self._flights.discard(flight)
             self._notify()
 
+    def level_of(self, id: str) -> str:
+        return next((flight.level for flight in self._flights if flight.request.id == id), "")
+
     async def drain(self, timeout: float) -> None:
         """See :meth:`EngineClient.drain`. Requests that are on no engine then fail."""
         self._draining = True

@@ -21,7 +21,7 @@ from runtime.gateway.accounts.traffic import TrafficLog, TrafficSettings
 from runtime.gateway.accounts.usage import Usage
 from runtime.gateway.engines.client import EngineClient
 from runtime.gateway.http.run import Extensions
-from runtime.gateway.http.service import Service
+from runtime.gateway.http.service import LEVEL, Service
 from runtime.gateway.operations.fleet import Fleet, FleetView
 from runtime.gateway.operations.health import Health
 from runtime.gateway.operations.metrics import HttpMetrics, Metrics
@@ -33,7 +33,7 @@ from tapeout.errors import TapeoutError
 _ORIGIN = re.compile(r"https?://[^/\s?#@*]+")
 # Headers that a script may read besides the ones that browsers always show.
 SHOWN_HEADERS = (
-    *(REQUEST_ID, "x-ignored-parameters", "retry-after", "retry-after-ms", "x-should-retry"),
+    *(REQUEST_ID, "x-ignored-parameters", LEVEL, "retry-after", "retry-after-ms", "x-should-retry"),
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
 
