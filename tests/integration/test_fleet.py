@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.fleet.choice import ReplicaLoad
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.replica import Patience
 from runtime.wire.limits import Limits, QueueFullError
@@ -202,6 +203,30 @@ def test_an_engine_of_another_bundle_gets_nothing(
     with caplog.at_level(logging.ERROR):
         run(test())
     assert sum("it serves bundle" in record.message for record in caplog.records) == 1
+
+
+def test_an_engine_of_another_level_goes_on_with_nothing(start: Start, tmp_path: Path) -> None:
+    """It adds floats in another order. New requests it may answer."""
+
+    async def test() -> None:
+        engines = [start(Faulty(step_seconds=0.01, level="v4")), start(Faulty(level="v3"))]
+
+        def choose(_: GenerateRequest, replicas: Sequence[ReplicaLoad]) -> list[str]:
+            return [replica.address for replica in sorted(replicas, key=lambda r: r.info.level, reverse=True)]
+
+        async with connected(tmp_path, engines, choose=choose) as client:
+            await until(lambda: all_ready(client))
+            wanted = (await expected(client, 1))[0]
+            running = asyncio.ensure_future(answer(client, request(0)))
+            await until(lambda: client.level_of("r0") == "v4")
+            engines[0].process.kill()
+            await until(lambda: states(client)[0] == "open")
+            assert (await answer(client, request(0, "new"))).reason == "length"  # on the other one
+            assert not running.done() and client.level_of("r0") == "v4"
+            await asyncio.to_thread(engines[0].again)
+            assert await running == wanted and client.counts["resumptions"] == 1
+
+    run(test())
 
 
 def test_the_list_may_change_or_be_away(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
