@@ -135,6 +135,8 @@ def test_what_operators_see(gateway: Running, engines: list[Engine]) -> None:
     wait_for(lambda: all_ready(gateway))
     for path in ("/health", "/ready", "/v1/models", "/version", "/live"):
         assert httpx2.get(f"{gateway.url}{path}", timeout=30).status_code == 200
+    shown = httpx2.get(f"{gateway.url}/live", timeout=30).json()["replicas"]
+    assert [one["address"] for one in shown] == [engine.address for engine in engines]
     text = httpx2.get(f"{gateway.url}/metrics", timeout=30).text
     for engine in engines:
         assert f'vllm:num_requests_running{{engine="{engine.address}",model_name="tiny"}} 0.0' in text

@@ -97,7 +97,7 @@ class Operations:
         self.tracing = Tracing(otlp_provider()) if settings.traces else None
         # Metrics and spans come first and see what the limits refuse; the last ones see what was admitted.
         hooks: list[Hook | None] = [self.metrics, self.tracing, self.keys, self.usage, self.traffic]
-        page = Page(self.metrics, self.health)
+        page = Page(self.metrics, self.health, *([] if view is None else [view.replicas]))
         own = [] if view is None else view.routes()
         self.extensions = Extensions(
             routers=[APIRouter(routes=[self.metrics.route(), *self.health.routes(), *page.routes(), *own])],
