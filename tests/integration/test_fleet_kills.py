@@ -46,28 +46,36 @@ def engines(tmp_path: Path) -> Iterator[list[ForkedEngine]]:
 
 @dataclass
 class Drill:
-    """``struck``: by request without a token, how many engines have died since it was sent."""
+    """``struck``: by request, how many engines have died since its last token. ``begun``: those that have one."""
 
     client: FleetClient
     engines: list[ForkedEngine]
     struck: dict[str, int] = field(default_factory=dict[str, int])
+    begun: set[str] = field(default_factory=set[str])
 
     async def answer(self, number: int, id: str) -> Whole:
         asked = GenerateRequest(id, [1 + number % 9, 2, 3], NEW, **KINDS[number % len(KINDS)])
         self.struck[id], deltas = 0, list[Delta]()
         async for delta in self.client.generate(asked):
-            self.struck.pop(id, None)
+            self.struck[id] = 0
+            self.begun.add(id)
             deltas.append(delta)
+        del self.struck[id]
+        self.begun.discard(id)
         return whole(deltas)
 
     def may_kill(self, engine: ForkedEngine) -> bool:
         """Requests run there, and others can go on.
 
-        One that has lost three engines before its first token is given up on purpose. So none sees two deaths before;
-        it may also be sent to an engine that has just died.
+        One that has lost three engines before its first token, or nine in turn after it, is given up on purpose. So
+        none sees more than one death and four; it may also be sent to an engine that has just died.
         """
         own = {status.address: status.own for status in self.client.statuses()}
-        return bool(own[engine.address]) and ready(self.client) > 1 and not any(self.struck.values())
+        return (
+            bool(own[engine.address])
+            and ready(self.client) > 1
+            and all(deaths < (4 if id in self.begun else 1) for id, deaths in self.struck.items())
+        )
 
     async def kill(self, engine: ForkedEngine) -> None:
         for id in self.struck:
