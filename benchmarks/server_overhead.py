@@ -36,6 +36,11 @@ class FreeEngine:
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._clock: asyncio.Task[None] | None = None
 
+    async def open(self, opened: Any = None) -> None: ...
+
+    def level_of(self, id: str) -> str:
+        return ""
+
     async def generate(self, request: Any, age: float = 0.0) -> AsyncGenerator[Any]:
         from runtime.wire.messages import Delta
 

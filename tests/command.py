@@ -34,12 +34,20 @@ class Running:
 
 @contextmanager
 def served(
-    *options: str, variables: Mapping[str, str] | None = None, folder: Path = ROOT, open_files: int = 0
+    *options: str,
+    variables: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+    open_files: int = 0,
+    command: str = "serve",
 ) -> Iterator[Running]:
-    """``tapeout serve`` on a free port, once it listens. ``variables``: its environment; ``open_files``: its limit."""
+    """``tapeout serve`` on a free port, once it listens. ``variables``: its environment; ``open_files``: its limit.
+
+    ``command``: ``gateway`` instead.
+    """
     limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (open_files, open_files)) if open_files else None
+    own_engine = command == "serve" and "--engine" not in options
     process = subprocess.Popen(
-        [*COMMAND, "serve", *options, "--port", "0", *([] if "--engine" in options else ["--threads", "1"])],
+        [*COMMAND, command, *options, "--port", "0", *(["--threads", "1"] if own_engine else [])],
         cwd=folder,
         stderr=subprocess.PIPE,
         text=True,

@@ -64,6 +64,7 @@ class Faulty:
     block_tokens: int = 4
     crash: int = CRASH
     folder: str = ""  # with text files
+    level: str = ""  # that it says it runs at
 
     def __str__(self) -> str:
         """In place of a folder."""
@@ -87,6 +88,7 @@ def open_faulty(folder: Path, _: EngineSettings) -> Opened:
         weight_bytes=0,
         stop_tokens=frozenset({STOP}),
         files={path.name: sha256_file(path) for path in Path(bundle.folder).iterdir()} if bundle.folder else {},
+        level=bundle.level,
     )
     return Opened(engine, info, folder=Path(bundle.folder))
 

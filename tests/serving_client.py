@@ -76,6 +76,9 @@ class LocalClient:
             if self._streams.pop(request.id, None) is not None:
                 self._commands.append(request.id)
 
+    def level_of(self, id: str) -> str:
+        return ""
+
     async def _run(self) -> None:
         while self._commands or self.core.busy:
             commands, self._commands = self._commands, []

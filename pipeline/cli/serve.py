@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.kinds.speed import Benchmark
 from evals.verdict import Verdict
+from pipeline.cli.serve_http import answer, engine_files
 from pipeline.cli.serve_limits import limits_within, require_covered
 from pipeline.cli.serve_options import EngineOptions, ServeOptions
 from pipeline.registry import serving
@@ -75,65 +75,19 @@ def run(options: ServeOptions) -> None:
         recipe = load_recipe(options.params)
     settings = engine_settings(options.opening, options.approval.required.public_key)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    listener = listen(options.host, options.port)
+    listener = listen(options.http.host, options.http.port)
     found = (
         _here(options, settings, recipe) if options.engine is None else _elsewhere(options.engine, options.engine_key)
     )
-    # Imported while the engine's process opens the bundle.
-    from fastapi import APIRouter
-
-    from pipeline.registry.verdict_routes import Verdicts
-    from runtime.gateway.accounts.traffic import TrafficSettings
-    from runtime.gateway.http.requests import ServerLimits
-    from runtime.gateway.http.run import ServeSettings, serve
-    from runtime.gateway.operations.operations import Operations, OperationsSettings
-
-    client, mirrored = found.client, found.mirrored
-    names = tuple(options.served_model_name or [found.name])
-    traffic = options.traffic_log and TrafficSettings(
-        options.traffic_log, options.traffic_share, tuple(options.traffic_redactor or ())
-    )
-    operations = Operations(
-        client,
-        names[0],
-        OperationsSettings(
-            api_keys=tuple(options.api_key or ()),
-            keys_file=options.keys_file,
-            usage_database=options.usage_database,
-            usage_journal=options.usage_journal,
-            traffic=traffic,
-            read_bandwidth=found.bandwidth,
-            traces=options.traces,
-            cors_origins=tuple(options.cors_origin or ()),
-        ),
-    )
-
-    extensions = operations.extensions
-    extensions = replace(extensions, routers=[*extensions.routers, APIRouter(routes=[*Verdicts().routes()])])
-    if mirrored is not None:
-        extensions = replace(extensions, hooks=[*extensions.hooks, mirrored.hook])
-        operations.metrics.registry.register(mirrored)
+    follow, mirrored = found.follow, found.mirrored
 
     async def beside(service: Service) -> None:
-        works = [found.follow(service)] if found.follow else []
+        works = [follow(service)] if follow else []
         await asyncio.gather(*works, *([mirrored.run()] if mirrored is not None else []))
 
-    try:
-        serve(
-            client,
-            listener,
-            ServeSettings(
-                names=names,
-                drain_seconds=options.drain_seconds,
-                limits=ServerLimits(queue_timeout=options.queue_seconds, timeout=options.request_seconds),
-            ),
-            extensions=extensions,
-            companion=beside,
-        )
-    finally:
-        operations.close()
-        if mirrored is not None:
-            mirrored.hook.close()
+    answer(
+        listener, options.http, found.client, found.name, bandwidth=found.bandwidth, mirrored=mirrored, beside=beside
+    )
 
 
 def _here(options: ServeOptions, settings: EngineSettings, recipe: Recipe | None) -> _Served:
@@ -167,8 +121,7 @@ def _here(options: ServeOptions, settings: EngineSettings, recipe: Recipe | None
 
 def _elsewhere(address: str, key: Path | None) -> _Served:
     """An engine that listens at an address, and was judged by whoever started it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tapeout" / "engines"
-    return _Served(RemoteClient(address, read_key(key), cache), "engine")
+    return _Served(RemoteClient(address, read_key(key), engine_files()), "engine")
 
 
 def engine_settings(options: EngineOptions, public_key: Path | None) -> EngineSettings:

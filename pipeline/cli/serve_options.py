@@ -1,4 +1,4 @@
-"""What ``tapeout serve`` and ``tapeout engine`` can be told. Typer's options are made from these classes."""
+"""What ``tapeout serve``, ``gateway`` and ``engine`` can be told. Typer's options are made from these classes."""
 
 from __future__ import annotations
 
@@ -59,21 +59,15 @@ class ApprovalOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            help="A bundle's folder, models:/NAME@ALIAS, which is followed, or models:/NAME/VERSION; by default the "
-            "champion of the recipe's model."
-        ),
-    ] = None
+class HttpOptions:
+    """Where clients are answered, who they may be, and what is kept of their calls."""
+
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="What requests call the model; may be given more than once. Responses have the first."),
     ] = None
-    opening: EngineOptions
     queue_seconds: Annotated[
         float | None, typer.Option(help="A request that waits longer is ended with 408; without, it waits.")
     ] = None
@@ -81,10 +75,6 @@ class ServeOptions:
         float | None, typer.Option(help="A request that takes longer, queue included, is ended with 408.")
     ] = None
     drain_seconds: Annotated[float, typer.Option(help="Time that running requests have after SIGTERM.")] = 30.0
-    follow_seconds: Annotated[
-        float, typer.Option(help="How often to look for a new champion, which is swapped in; 0 never looks.")
-    ] = 5.0
-    approval: ApprovalOptions
     api_key: Annotated[
         list[str] | None, typer.Option(help="Clients must send it; may be given more than once. Or TAPEOUT_API_KEYS.")
     ] = None
@@ -113,6 +103,23 @@ class ServeOptions:
             help="Web pages of this origin may call the server; may be given more than once, * is every page."
         ),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="A bundle's folder, models:/NAME@ALIAS, which is followed, or models:/NAME/VERSION; by default the "
+            "champion of the recipe's model."
+        ),
+    ] = None
+    http: HttpOptions
+    opening: EngineOptions
+    follow_seconds: Annotated[
+        float, typer.Option(help="How often to look for a new champion, which is swapped in; 0 never looks.")
+    ] = 5.0
+    approval: ApprovalOptions
     shadow: Annotated[
         str | None,
         typer.Option(help="A bundle's folder, or models:/NAME@challenger: mirror calls to it (docs/online.md)."),

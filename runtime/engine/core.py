@@ -56,7 +56,7 @@ class _Active:
     request: GenerateRequest
     arrival: float
     queued: float = 0.0  # seconds until its first step
-    answered: int = 0  # tokens of the response that were reported
+    answered: int = 0  # tokens of the response that were reported, or brought by another engine
     cached: int | None = None  # prompt tokens found in the cache, once it runs
     scores: list[TokenLogprobs | None] = field(default_factory=lambda: [None])  # of the prompt
     tokens: tuple[int, ...] = ()
@@ -133,7 +133,7 @@ class EngineCore:
             self._refuse(request.id, error if known else RequestError(f"the request is invalid: {one_line(error)}"))
             return
         speculation = Speculation(self.scheduler.costs, self._counts) if self._most_drafted else None
-        self._active[request.id] = _Active(request, now, speculation=speculation)
+        self._active[request.id] = _Active(request, now, answered=len(request.answered), speculation=speculation)
         for id in displaced:
             self._forget(id, "displaced")
             found = "a request of a higher priority took the place of this one in the full queue"
@@ -249,7 +249,7 @@ class EngineCore:
         active = self._active[work.id]
         if active.cached is None:
             active.cached, active.queued = self.scheduler.cached_tokens(work.id), self.clock() - active.arrival
-            self._prefix_queries += len(active.request.prompt)
+            self._prefix_queries += len(active.request.prompt) + len(active.request.answered)
             self._prefix_hits += active.cached
         positions: Sequence[int] | None
         if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):

@@ -57,6 +57,7 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
     public_key = None if settings.public_key is None else Path(settings.public_key)
     engine = load(folder, threads=settings.threads, slots=slots, level=settings.level, public_key=public_key)
     has = engine.capabilities
+    here = at_level(bundle, settings.level)
     info = EngineInfo(
         digest=engine.digest,
         name=folder.resolve().name,
@@ -69,11 +70,12 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
         stop_tokens=frozenset(record.stop_tokens),
         threads=has.threads,
         files={name: file.sha256 for name, file in bundle.files.items() if Path(name).suffix in TEXT},
+        level=here.record.hardware[0].level,
     )
     tokenizer = folder / "tokenizer.json"
     text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
     threads = max(1, has.threads)
     kernels = find_target(record.target).serving_kernels
-    library = kernels.library(at_level(bundle, settings.level))
+    library = kernels.library(here)
     sampler = kernels.sampler(library, has.vocab_size, threads)
     return Opened(engine, info, text, sampler, threads, kernels.clippings(library), folder)

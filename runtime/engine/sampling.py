@@ -16,7 +16,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -156,6 +156,7 @@ def check(request: GenerateRequest, vocab_size: int) -> None:
     settings = request.sampling
     named = {
         "the prompt": request.prompt,
+        "answered": request.answered,
         "stop_tokens": request.stop_tokens,
         "logit_bias": settings.logit_bias,
     }
@@ -167,6 +168,12 @@ def check(request: GenerateRequest, vocab_size: int) -> None:
     if not 0 <= request.min_new_tokens <= request.max_new_tokens:
         raise RequestError(
             f"min_new_tokens is {request.min_new_tokens}", expected=f"between 0 and {request.max_new_tokens} new tokens"
+        )
+    if request.answered and (len(request.answered) >= request.max_new_tokens or request.prompt_logprobs is not None):
+        raise RequestError(
+            f"{len(request.answered)} tokens are answered of {request.max_new_tokens}, and prompt_logprobs is "
+            f"{request.prompt_logprobs}",
+            expected="a response that goes on, whose prompt is not scored again",
         )
 
 
@@ -183,20 +190,40 @@ class _State:
     changes: _Changes | None
     compiling: Future[Matcher] | None
     position: int = 0  # tokens of the response so far
+    unmatched: list[int] = field(default_factory=list[int])  # of them, those that the matcher has not seen
 
     @classmethod
     def of(cls, request: GenerateRequest, vocab_size: int, compiling: Future[Matcher] | None) -> _State:
         settings = request.sampling
         seed = secrets.randbits(64) if settings.seed is None else settings.seed
         changes = _Changes(request, vocab_size) if _Changes.needed(request) else None
-        return cls(request, filters_of(settings), seed, changes, compiling)
+        state = cls(request, filters_of(settings), seed, changes, compiling, unmatched=list(request.answered))
+        for token in request.answered:
+            state.count(token)
+        return state
+
+    def matcher(self) -> Matcher:
+        """After the response so far. It waits for the constraint; :class:`RequestError` if that does not compile."""
+        assert self.compiling is not None
+        matcher = self.compiling.result()
+        for token in self.unmatched:
+            if token not in self.request.stop_tokens:
+                matcher.advance(token)
+        self.unmatched.clear()
+        return matcher
+
+    def count(self, token: int) -> None:
+        """A token of the response."""
+        self.position += 1
+        if self.changes is not None:
+            self.changes.count(token)
 
     def row(self, logits: FloatArray) -> SamplingRow | str:
         """What to draw from; or why the request fails."""
         mask, complete = None, False
         if self.compiling is not None:
             try:
-                matcher = self.compiling.result()
+                matcher = self.matcher()
             except RequestError as error:
                 return error.found
             mask = matcher.mask(self.request.stop_tokens)
@@ -211,11 +238,9 @@ class _State:
         token = drawn.token
         if isinstance(token, str):
             return SampledToken(-1, error=token)
-        self.position += 1
-        if self.changes is not None:
-            self.changes.count(token)
-        if self.compiling is not None and token not in self.request.stop_tokens:
-            self.compiling.result().advance(token)
+        self.count(token)
+        if self.compiling is not None:
+            self.unmatched.append(token)
         return SampledToken(token, None if self.request.logprobs is None else _logprobs(token, logits, drawn))
 
 

@@ -42,7 +42,8 @@ class _Sequence:
     def __post_init__(self) -> None:
         request = self.request
         self.id, self.tenant, self.priority = request.id, request.tenant, request.priority
-        self.tokens, self.lease = list(request.prompt), Lease(request.cache_salt)  # tokens of the answer follow
+        # Tokens of the answer follow, those that another engine has brought already among them.
+        self.tokens, self.lease = [*request.prompt, *request.answered], Lease(request.cache_salt)
         # The logits of all prompt tokens are wanted, so none of them is taken from the cache.
         self.scored = request.prompt_logprobs is not None
 
@@ -360,16 +361,17 @@ class Scheduler:
         """
         limits, displaced = self.limits, list[_Sequence]()
         places, tokens = limits.max_waiting - self.waiting, limits.max_waiting_tokens - self.waiting_tokens
-        if places >= 1 and tokens >= len(request.prompt):
+        needed = len(request.prompt) + len(request.answered)
+        if places >= 1 and tokens >= needed:
             return []
         for sequence in self._queue.below(request.priority, now):
-            if sequence.started:  # it was preempted: it has begun its answer, and keeps its place
+            if sequence.started or sequence.answered:  # it has begun its answer, and keeps its place
                 continue
             if self._rank(sequence, now)[0] <= request.priority:
                 break
             displaced.append(sequence)
             places, tokens = places + 1, tokens + len(sequence.tokens)
-            if places >= 1 and tokens >= len(request.prompt):
+            if places >= 1 and tokens >= needed:
                 return [self._finish(sequence.id, "error").id for sequence in displaced]
         raise QueueFullError(
             f"{self.waiting} requests of {self.waiting_tokens} tokens are waiting",

@@ -78,6 +78,9 @@ class GenerateRequest:
     ``priority``: lower runs first. ``tenant``: step tokens are shared fairly among the tenants of one priority.
     ``cache_salt``: requests share a prefix only with those of the same salt. Timeouts are seconds from arrival: of
     leaving the queue, of the first token and of the last.
+    ``answered``: tokens of the response that another engine has brought already. The response goes on after them as it
+    would have there, to the bit where both engines have one digest and one level; deltas bring the rest. It needs the
+    other engine's seed, and has no scores of its prompt.
     """
 
     id: str
@@ -95,6 +98,7 @@ class GenerateRequest:
     queue_timeout: Seconds | None = None
     first_token_timeout: Seconds | None = None
     timeout: Seconds | None = None
+    answered: Sequence[int] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -143,6 +147,7 @@ class EngineInfo:
     threads: int = 0  # of the processor that compute a step; 0: none
     server_cores: frozenset[int] = frozenset()  # see :mod:`runtime.engine.shared_cores`
     files: Mapping[str, str] = field(default_factory=dict[str, str])  # sha256 by name: of text files of the bundle
+    level: str = ""  # of the processor, that the native kernels are built for; empty without such kernels
 
 
 class EngineStats(NamedTuple):

@@ -42,6 +42,7 @@ COMMANDS = [
     "generate",
     "serve",
     "engine",
+    "gateway",
     "keys",
     "usage",
     "gate",

@@ -76,6 +76,7 @@ requests = st.builds(
     cache_salt=st.binary(max_size=40),
     queue_timeout=st.none() | seconds,
     timeout=st.none() | seconds,
+    answered=st.lists(tokens, max_size=20),
 )
 deltas = st.builds(
     Delta,
@@ -105,6 +106,7 @@ infos = st.builds(
     st.frozensets(tokens, max_size=5),
     server_cores=st.frozensets(st.integers(0, 500), max_size=5),
     files=st.dictionaries(texts, texts, max_size=3),
+    level=texts,
 )
 commands = (
     st.builds(Add, requests, seconds)
@@ -137,9 +139,16 @@ FULL = StepReport(
     ),
 )
 REQUEST = GenerateRequest(
-    "a", [1, 2], 3, SamplingSettings(0.5, logit_bias={7: 1.0}), frozenset({1}), cache_salt=b"s", timeout=2.5
+    "a",
+    [1, 2],
+    3,
+    SamplingSettings(0.5, logit_bias={7: 1.0}),
+    frozenset({1}),
+    cache_salt=b"s",
+    timeout=2.5,
+    answered=[3],
 )
-INFO = EngineInfo("d", "n", 1, 2, 3, 4, 5, 6, frozenset({1}), server_cores=frozenset({3}), files={"a": "b"})
+INFO = EngineInfo("d", "n", 1, 2, 3, 4, 5, 6, frozenset({1}), server_cores=frozenset({3}), files={"a": "b"}, level="l")
 EXAMPLES = (
     FULL,
     Add(REQUEST, 0.5),
@@ -273,9 +282,9 @@ def test_unknown_messages_are_refused() -> None:
 
 
 def test_what_a_request_holds_is_checked_where_it_is_sent() -> None:
-    whole = GenerateRequest("a", (1, 2), 3, SamplingSettings(1, logit_bias={1: 2}), timeout=5)
+    whole = GenerateRequest("a", (1, 2), 3, SamplingSettings(1, logit_bias={1: 2}), timeout=5, answered=(3,))
     assert decode(encode_checked(Add(whole, 0))) == Add(
-        GenerateRequest("a", [1, 2], 3, SamplingSettings(1.0, logit_bias={1: 2.0}), timeout=5.0), 0.0
+        GenerateRequest("a", [1, 2], 3, SamplingSettings(1.0, logit_bias={1: 2.0}), timeout=5.0, answered=[3]), 0.0
     )
     wrong: list[dict[str, Any]] = [
         {"prompt": ["one"]},

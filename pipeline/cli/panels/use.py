@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.serve_options import ApprovalOptions, EngineOptions, ServeOptions
+from pipeline.cli.serve_options import ApprovalOptions, EngineOptions, HttpOptions, ServeOptions
 from pipeline.cli.shared import EngineKey, Json, JudgeBy, PublicKey, show, with_options
 
 commands = typer.Typer()
@@ -101,6 +101,27 @@ def engine(
     from pipeline.cli import engine as command
 
     command.run(source, listen, key_file, opening, approval)
+
+
+@on_panel()
+@with_options
+def gateway(
+    *,
+    engines: Annotated[
+        Path, typer.Argument(help="YAML file with the addresses of engines and their key; it is read again.")
+    ],
+    wait_seconds: Annotated[
+        float, typer.Option(min=0, help="A request that no engine takes for so long is ended with 503.")
+    ] = 30.0,
+    http: HttpOptions,
+) -> None:
+    """Answer over the OpenAI API with many engines of one bundle, that may die and come back (docs/fleet.md).
+
+    Example: `tapeout gateway fleet.yaml --port 8000`
+    """
+    from pipeline.cli import gateway as command
+
+    command.run(engines, wait_seconds, http)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

@@ -31,6 +31,13 @@ Opened = Callable[[OpenEngine], Awaitable[None]]
 
 
 class EngineClient(OpenEngine, Protocol):
+    async def open(self, opened: Opened | None = None) -> None:
+        """Wait for the engine; :class:`TapeoutError` if it cannot be opened. ``opened``: of it, and of each later one.
+
+        If that fails, so does the opening.
+        """
+        ...
+
     @property
     def stats(self) -> EngineStats:
         """Of the last report."""
@@ -59,6 +66,10 @@ class EngineClient(OpenEngine, Protocol):
         :class:`RequestError` for a request that can never run, :class:`runtime.wire.limits.QueueFullError` without room
         in the queue, :class:`EngineDownError` if the engine ends meanwhile.
         """
+        ...
+
+    def level_of(self, id: str) -> str:
+        """The processor level of a running request's engine, where engines may have different ones; else empty."""
         ...
 
     async def swap(self, bundle: str, settings: EngineSettings | None = None) -> None:

@@ -49,10 +49,7 @@ class ReopeningClient(ABC, Generic[C]):
         """A connection that :meth:`EngineConnection.open` opens. ``settings`` None: those of the one before."""
 
     async def open(self, opened: Opened | None = None) -> None:
-        """Wait for the engine; :class:`TapeoutError` if it cannot be opened. ``opened``: of it, and of each later one.
-
-        If that fails, so does the opening.
-        """
+        """See :meth:`EngineClient.open`."""
         self._opened = opened
         await self._open(self._current)
         self._spawn(self._watch())
@@ -93,6 +90,9 @@ class ReopeningClient(ABC, Generic[C]):
                         return
         finally:
             connection.abandon(stream)
+
+    def level_of(self, id: str) -> str:
+        return ""
 
     async def swap(self, bundle: str, settings: EngineSettings | None = None) -> None:
         async with self._changing:

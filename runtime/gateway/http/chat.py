@@ -30,12 +30,12 @@ async def chat(service: Service, request: Request) -> Response:
     body = parse(ChatBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
     call, model, chunks = await begin_chat(service, request, body, "chatcmpl")
     writer = _ChatWriter(body, call, model, _tools(body))
-    sent = headers(call, body, *body.messages)
     if not body.stream:
-        return JsonResponse(await unless_disconnected(request.receive, writer.response(chunks)), headers=sent)
+        content = await unless_disconnected(request.receive, writer.response(chunks))
+        return JsonResponse(content, headers=headers(call, body, *body.messages))
     # An error before the first token still has a status of its own.
     first = await unless_disconnected(request.receive, anext(chunks))
-    return EventStream(writer.events(first, chunks), sent)
+    return EventStream(writer.events(first, chunks), headers(call, body, *body.messages))
 
 
 async def begin_chat(

@@ -81,6 +81,7 @@ async def _follow(
                 now = time.monotonic()
                 if call.first_token is None:
                     call.first_token, call.queue_seconds = now, delta.queue_seconds
+                    call.level = client.level_of(request.id)
                 for hook in hooks:
                     hook.tokens(call, index, len(delta.tokens), now)
             text, offsets, reason = choice.text.push(delta.tokens, delta.finish_reason)

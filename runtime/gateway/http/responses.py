@@ -101,12 +101,12 @@ async def responses(service: Service, request: Request) -> Response:
     body = parse(ResponsesBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
     call, _, chunks = await begin_chat(service, request, body.chat(), "resp")
     writer = _ResponseWriter(body, call)
-    sent = headers(call, body)
     if not body.stream:
-        return JsonResponse(await unless_disconnected(request.receive, writer.response(chunks)), headers=sent)
+        content = await unless_disconnected(request.receive, writer.response(chunks))
+        return JsonResponse(content, headers=headers(call, body))
     # An error before the first token still has a status of its own.
     first = await unless_disconnected(request.receive, anext(chunks))
-    return EventStream(writer.events(first, chunks), sent)
+    return EventStream(writer.events(first, chunks), headers(call, body))
 
 
 class _ResponseWriter:

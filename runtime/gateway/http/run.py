@@ -9,14 +9,13 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 import uvicorn
 import uvloop
 from fastapi import APIRouter
 from starlette.middleware import Middleware
 
-from runtime.gateway.engines.reopening import ReopeningClient
+from runtime.gateway.engines.client import EngineClient
 from runtime.gateway.http.app import create_app
 from runtime.gateway.http.http_connection import FEW_CONNECTIONS, ConnectionLimits, http_config, most_connections
 from runtime.gateway.http.requests import ServerLimits
@@ -56,7 +55,7 @@ class ServeSettings:
 
 
 def serve(
-    client: ReopeningClient[Any],
+    client: EngineClient,
     listener: socket.socket,
     settings: ServeSettings,
     *,
@@ -72,7 +71,7 @@ def serve(
 
 
 async def _serve(
-    client: ReopeningClient[Any],
+    client: EngineClient,
     listener: socket.socket,
     settings: ServeSettings,
     extensions: Extensions,

@@ -19,6 +19,8 @@ from runtime.gateway.protocol.errors import ApiError, draining, shortened
 from runtime.gateway.text.model import TextModel
 from runtime.wire.start import EngineSettings
 
+LEVEL = "x-engine-level"
+
 
 @dataclass
 class Service:
@@ -92,10 +94,11 @@ class Service:
 
 
 def headers(call: Call, *bodies: Body) -> dict[str, str]:
-    """Names the fields of a body that were ignored."""
+    """The fields of a body that were ignored, and the level of the engine, which is known with the first token."""
     ignored = [name for body in bodies for name in body.ignored]
     shown = ",".join(name for name in ignored[:32] if name.isascii() and name.isprintable())[:1024]
-    return {"x-ignored-parameters": shown} if shown else {}
+    found = {"x-ignored-parameters": shown, LEVEL: call.level}
+    return {name: value for name, value in found.items() if value}
 
 
 def usage(call: Call) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from runtime.gateway.engines.client import EngineClient
 from runtime.gateway.operations.window import Window
 from runtime.gateway.protocol.calls import Call, Hook
-from runtime.wire.messages import EngineStats
+from runtime.wire.messages import EngineInfo, EngineStats
 
 # vLLM's buckets, and smaller ones for small models.
 TTFT_BUCKETS = (
@@ -66,9 +67,20 @@ class RecentCall(NamedTuple):
 
 
 class Metrics(Hook):
-    """``read_bandwidth``: bytes per second that this machine reads from memory at best, if it was measured."""
+    """``read_bandwidth``: bytes per second that this machine reads from memory at best, if it was measured.
 
-    def __init__(self, client: EngineClient, model: str, *, read_bandwidth: float | None = None) -> None:
+    ``engine_series``: where the client has several engines, what is told of each.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        model: str,
+        *,
+        read_bandwidth: float | None = None,
+        engine_series: Callable[[], Sequence[EngineSeries]] | None = None,
+    ) -> None:
+        self.engine_series = engine_series or self._one_engine
         self.client, self.model, self.read_bandwidth = client, model, read_bandwidth
         self.registry = CollectorRegistry()
         self.ttft_window, self.inter_token_window = Window(WINDOW_SECONDS), Window(WINDOW_SECONDS)
@@ -209,6 +221,11 @@ class Metrics(Hook):
         self.observe_step()
         return {name: before + getattr(self._seen, name) for name, before in self._before.items()}
 
+    def _one_engine(self) -> Sequence[EngineSeries]:
+        client = self.client
+        counted = client.info, client.stats, client.healthy, client.ready, self.generated_tokens, self.engine_counters()
+        return [EngineSeries("0", *counted)]
+
     def malformed(self) -> None:
         """A client sent what is no HTTP request, or not all of its headers."""
         self.http_requests.labels("none", "other", "4xx").inc()
@@ -271,47 +288,63 @@ class _PlainHistogram(Collector):
         yield family
 
 
+class EngineSeries(NamedTuple):
+    """What Prometheus is told of one engine. ``engine``: the label. ``counted``: by attribute of the stats."""
+
+    engine: str
+    info: EngineInfo
+    stats: EngineStats
+    healthy: bool
+    ready: bool
+    generated_tokens: int
+    counted: Mapping[str, int]
+
+
 class _EngineCollector(Collector):
-    """The engine's last report, read when Prometheus asks."""
+    """The last report of each engine, read when Prometheus asks."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        metrics = self._metrics
-        client, stats, info = metrics.client, metrics.client.stats, metrics.client.info
-        labels = {"model_name": metrics.model, "engine": "0"}
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for series in self._metrics.engine_series():
+            self._collect(series, families)
+        yield from families.values()
 
-        def gauge(name: str, text: str, value: float, **more: Any) -> Metric:
-            family = GaugeMetricFamily(name, text, labels=[*labels, *more])
-            family.add_metric([*labels.values(), *map(str, more.values())], value)
-            return family
+    def _collect(self, series: EngineSeries, families: dict[str, GaugeMetricFamily | CounterMetricFamily]) -> None:
+        metrics, stats, info = self._metrics, series.stats, series.info
+        labels = {"model_name": metrics.model, "engine": series.engine}
 
-        yield gauge("vllm:num_requests_running", "Requests that have KV blocks.", stats.running)
-        yield gauge("vllm:num_requests_waiting", "Requests in the queue.", stats.waiting)
-        yield gauge("tapeout:waiting_tokens", "Prompt tokens in the queue.", stats.waiting_tokens)
-        yield gauge("vllm:kv_cache_usage_perc", "KV blocks held by requests, 0 to 1.", kv_usage(stats))
-        yield gauge("tapeout:kv_blocks_cached", "KV blocks kept for shared prefixes.", stats.blocks_cached)
+        def add(
+            kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float, **more: Any
+        ) -> None:
+            if name not in families:
+                families[name] = kind(name, text, labels=[*labels, *more])
+            families[name].add_metric([*labels.values(), *map(str, more.values())], value)
+
+        gauge, counter = partial(add, GaugeMetricFamily), partial(add, CounterMetricFamily)
+        gauge("vllm:num_requests_running", "Requests that have KV blocks.", stats.running)
+        gauge("vllm:num_requests_waiting", "Requests in the queue.", stats.waiting)
+        gauge("tapeout:waiting_tokens", "Prompt tokens in the queue.", stats.waiting_tokens)
+        gauge("vllm:kv_cache_usage_perc", "KV blocks held by requests, 0 to 1.", kv_usage(stats))
+        gauge("tapeout:kv_blocks_cached", "KV blocks kept for shared prefixes.", stats.blocks_cached)
         if stats.slots:
-            yield gauge("tapeout:state_slots", "Slots of recurrent state.", stats.slots)
-            yield gauge("tapeout:state_slots_held", "Slots of recurrent state held by requests.", stats.slots_held)
-            yield gauge("tapeout:state_slots_cached", "Snapshots kept for shared prefixes.", stats.slots_cached)
-        yield gauge("vllm:engine_healthy", "1 if the engine makes progress.", float(client.healthy))
-        yield gauge("tapeout:ready", "1 if the server takes requests.", float(client.ready))
+            gauge("tapeout:state_slots", "Slots of recurrent state.", stats.slots)
+            gauge("tapeout:state_slots_held", "Slots of recurrent state held by requests.", stats.slots_held)
+            gauge("tapeout:state_slots_cached", "Snapshots kept for shared prefixes.", stats.slots_cached)
+        gauge("vllm:engine_healthy", "1 if the engine makes progress.", float(series.healthy))
+        gauge("tapeout:ready", "1 if the server takes requests.", float(series.ready))
         cache = {"block_size": info.block_tokens, "num_gpu_blocks": info.blocks, "block_bytes": info.block_bytes}
-        yield gauge("vllm:cache_config_info", "Size of the KV pool.", 1, **cache)
+        gauge("vllm:cache_config_info", "Size of the KV pool.", 1, **cache)
         engine = {"bundle": info.digest, "target": info.name, "threads": info.threads}
-        yield gauge("tapeout:engine_info", "The bundle that is served.", 1, **engine)
+        gauge("tapeout:engine_info", "The bundle that is served.", 1, **engine)
         if metrics.read_bandwidth:
             share = bandwidth_share(stats, info.weight_bytes, metrics.read_bandwidth)
-            yield gauge("tapeout:bandwidth_share", "Weight bytes of the last step over read bandwidth.", share)
-
-        counted = metrics.engine_counters()
-        totals = [(name, text, counted[attribute]) for name, text, attribute in ENGINE_COUNTERS]
-        for name, text, total in (("vllm:generation_tokens", "Generated tokens.", metrics.generated_tokens), *totals):
-            family = CounterMetricFamily(name, text, labels=list(labels))
-            family.add_metric(list(labels.values()), total)
-            yield family
+            gauge("tapeout:bandwidth_share", "Weight bytes of the last step over read bandwidth.", share)
+        counter("vllm:generation_tokens", "Generated tokens.", series.generated_tokens)
+        for name, text, attribute in ENGINE_COUNTERS:
+            counter(name, text, series.counted[attribute])
 
 
 def kv_usage(stats: EngineStats) -> float:

@@ -21,7 +21,8 @@ from runtime.gateway.accounts.traffic import TrafficLog, TrafficSettings
 from runtime.gateway.accounts.usage import Usage
 from runtime.gateway.engines.client import EngineClient
 from runtime.gateway.http.run import Extensions
-from runtime.gateway.http.service import Service
+from runtime.gateway.http.service import LEVEL, Service
+from runtime.gateway.operations.fleet import Fleet, FleetView
 from runtime.gateway.operations.health import Health
 from runtime.gateway.operations.metrics import HttpMetrics, Metrics
 from runtime.gateway.operations.page import Page
@@ -32,7 +33,7 @@ from tapeout.errors import TapeoutError
 _ORIGIN = re.compile(r"https?://[^/\s?#@*]+")
 # Headers that a script may read besides the ones that browsers always show.
 SHOWN_HEADERS = (
-    *(REQUEST_ID, "x-ignored-parameters", "retry-after", "retry-after-ms", "x-should-retry"),
+    *(REQUEST_ID, "x-ignored-parameters", LEVEL, "retry-after", "retry-after-ms", "x-should-retry"),
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
 
@@ -64,11 +65,21 @@ class OperationsSettings:
 
 
 class Operations:
-    """Made before the engine is open. ``extensions``: for :func:`runtime.gateway.http.run.serve`."""
+    """Made before the engine is open. ``extensions``: for :func:`runtime.gateway.http.run.serve`.
 
-    def __init__(self, client: EngineClient, model: str, settings: OperationsSettings) -> None:
+    ``fleet``: where the client has several engines.
+    """
+
+    def __init__(
+        self, client: EngineClient, model: str, settings: OperationsSettings, fleet: Fleet | None = None
+    ) -> None:
         self._service: Service | None = None
-        self.metrics = Metrics(client, model, read_bandwidth=settings.read_bandwidth)
+        view = None if fleet is None else FleetView(fleet)
+        self.metrics = Metrics(
+            client, model, read_bandwidth=settings.read_bandwidth, engine_series=None if view is None else view.series
+        )
+        if view is not None:
+            self.metrics.registry.register(view)
         self.health = Health(client, lambda: self._service is not None and self._service.draining)
         self.keys = Keys(settings.api_keys, settings.keys_file)
         self.usage = Usage(settings.usage_database, settings.usage_journal) if settings.usage_database else None
@@ -86,9 +97,10 @@ class Operations:
         self.tracing = Tracing(otlp_provider()) if settings.traces else None
         # Metrics and spans come first and see what the limits refuse; the last ones see what was admitted.
         hooks: list[Hook | None] = [self.metrics, self.tracing, self.keys, self.usage, self.traffic]
-        page = Page(self.metrics, self.health)
+        page = Page(self.metrics, self.health, *([] if view is None else [view.replicas]))
+        own = [] if view is None else view.routes()
         self.extensions = Extensions(
-            routers=[APIRouter(routes=[self.metrics.route(), *self.health.routes(), *page.routes()])],
+            routers=[APIRouter(routes=[self.metrics.route(), *self.health.routes(), *page.routes(), *own])],
             middleware=[
                 Middleware(HttpMetrics, metrics=self.metrics),
                 *([_cors(settings.cors_origins)] if settings.cors_origins else []),

@@ -11,6 +11,7 @@ import hashlib
 import re
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +35,13 @@ class _Look(NamedTuple):
 
 
 class Page:
-    """Mount :meth:`routes`. The numbers are those of all calls: no text, and no key."""
+    """Mount :meth:`routes`. The numbers are those of all calls: no text, and no key.
 
-    def __init__(self, metrics: Metrics, health: Health) -> None:
-        self._metrics, self._health = metrics, health
+    ``replicas``: the engines where there are several, as :meth:`runtime.gateway.operations.fleet.FleetView.replicas`.
+    """
+
+    def __init__(self, metrics: Metrics, health: Health, replicas: Callable[[], list[dict[str, Any]]] = list) -> None:
+        self._metrics, self._health, self._replicas = metrics, health, replicas
         self._html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         self._looks: deque[_Look] = deque()
 
@@ -92,6 +96,7 @@ class Page:
             "prefix_hits": counted["prefix_hits"],
             "drafted_tokens": counted["drafted_tokens"],
             "accepted_tokens": counted["accepted_tokens"],
+            "replicas": self._replicas(),
             "recent": [call._asdict() for call in list(metrics.recent)[: -SHOWN_CALLS - 1 : -1]],
         }
 

@@ -1,0 +1,22 @@
+"""``tapeout gateway``: the OpenAI API in front of many engines, each started by ``tapeout engine``."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from pipeline.cli.serve_http import answer, engine_files
+from pipeline.cli.serve_options import HttpOptions
+from runtime.gateway.fleet.client import FleetClient
+from runtime.gateway.fleet.discovery import StaticFile
+from runtime.gateway.fleet.replica import Patience
+from runtime.gateway.http.listen import listen
+
+
+def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
+    discovery = StaticFile(engines)
+    discovery.read()  # what is wrong with it is said before anything is taken
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    listener = listen(options.host, options.port)
+    client = FleetClient(discovery, engine_files(), patience=Patience(wait=wait_seconds))
+    answer(listener, options, client, "engine", fleet=client)

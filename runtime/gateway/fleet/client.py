@@ -1,0 +1,448 @@
+"""Many engines as one :class:`EngineClient`: a request survives the death of the engine that it runs on.
+
+An engine that ends, is silent, or says what nobody understands loses its requests at once. One without a token is tried
+elsewhere, a few times. One with tokens goes on elsewhere exactly where it was: the gateway has its tokens and its seed,
+and the other engine replays them (:attr:`GenerateRequest.answered`). Only an engine of the same processor level can do
+so; all engines have one bundle. Without an engine, requests wait for one; then they fail. None waits forever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from time import monotonic
+from typing import NamedTuple
+
+from runtime.gateway.engines.client import EngineDownError, Opened, OpenEngine
+from runtime.gateway.engines.connection import DeltaStream
+from runtime.gateway.fleet.choice import Choose, ReplicaLoad, least_loaded
+from runtime.gateway.fleet.discovery import Discovery, Listing
+from runtime.gateway.fleet.replica import Patience, Replica, ReplicaConnection, ReplicaState
+from runtime.gateway.fleet.retries import RetryBudget, retry_seconds
+from runtime.gateway.fleet.totals import Totals
+from runtime.wire.limits import QueueFullError
+from runtime.wire.messages import Delta, EngineInfo, EngineStats, GenerateRequest
+from runtime.wire.start import EngineSettings
+from tapeout.errors import ArtifactError, RequestError, TapeoutError, one_line
+
+REFRESH_SECONDS = 1.0  # between two looks at the list of engines
+CLOSE_SECONDS = 5.0  # that engines have to end what was cancelled
+STATS_SECONDS = 0.1  # sums over all engines may be so old
+MOST_RETRIES = 2  # of a request that has no token yet
+MOST_RESUMPTIONS = 8  # in turn that brought no token: what ends every engine must not end all of them
+
+log = logging.getLogger(__name__)
+
+
+class _ElsewhereError(EngineDownError):
+    """The engine is suspected; the request goes on elsewhere."""
+
+
+class _TimedOutError(Exception):
+    """A timeout of the request has passed while it was on no engine."""
+
+
+class ReplicaStatus(NamedTuple):
+    """``info`` and ``stats`` of an engine that is connected. ``own``: requests of this gateway on it."""
+
+    address: str
+    state: ReplicaState
+    why: str
+    failures: int
+    own: int
+    info: EngineInfo | None
+    stats: EngineStats
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A request on its way. ``homeless_since``: when it was last without an engine and brought no token since."""
+
+    request: GenerateRequest
+    arrival: float
+    homeless_since: float
+    answered: list[int] = field(default_factory=list[int])
+    level: str = ""  # of the engines that have answered
+    attempts: int = 0
+    replica: Replica | None = None
+    connection: ReplicaConnection | None = None
+    stream: DeltaStream | None = None
+
+    def sent(self) -> GenerateRequest:
+        """What the next engine gets. Its id is new: the engine before may still have the old one."""
+        request, number = self.request, self.attempts
+        if number:
+            request = replace(request, id=f"{request.id}~{number}")
+        if self.answered:
+            request = replace(request, answered=tuple(self.answered), prompt_logprobs=None)
+        return request
+
+    def land(self, replica: Replica, connection: ReplicaConnection) -> DeltaStream:
+        self.replica, self.connection = replica, connection
+        self.stream = connection.add(self.sent(), monotonic() - self.arrival)
+        self.attempts += 1
+        return self.stream
+
+    def leave(self) -> None:
+        if self.connection is not None and self.stream is not None:
+            self.connection.abandon(self.stream)
+        self.replica = self.connection = self.stream = None
+
+
+class FleetClient:
+    """``cache``: a folder for files of bundles, by digest. ``patience``: see :class:`Patience`.
+
+    :meth:`open` waits for the first engine, and must come first.
+    """
+
+    def __init__(
+        self, discovery: Discovery, cache: Path, *, choose: Choose = least_loaded, patience: Patience | None = None
+    ) -> None:
+        self._discovery, self._cache, self._choose = discovery, cache, choose
+        self._patience = patience or Patience()
+        self._listing: Listing | None = None
+        self._replicas: dict[str, Replica] = {}
+        self._leaving: set[Replica] = set()  # no longer listed
+        self._flights: set[_Flight] = set()
+        self._info: EngineInfo | None = None  # of the first engine
+        self._opened: Opened | None = None
+        self._admitting = asyncio.Lock()
+        self._change = asyncio.Event()  # replaced by another one whenever a replica changes
+        self._budget = RetryBudget(monotonic())
+        self._random = Random()
+        self._totals = Totals()
+        self._stats, self._stats_until = EngineStats(), 0.0
+        self._refreshing: asyncio.Task[None] | None = None
+        self._draining = self._ended = False
+        self.counts: Counter[str] = Counter(retries=0, resumptions=0, lost=0)
+
+    async def open(self, opened: Opened | None = None) -> None:
+        """Wait for an engine. :class:`TapeoutError` if the list of engines cannot be read at all.
+
+        ``opened``: of the first engine; the others have the same bundle.
+        """
+        self._opened = opened
+        self._take(await asyncio.to_thread(self._discovery.read))
+        self._refreshing = asyncio.create_task(self._refresh())
+        while not self.ready:
+            await self._change.wait()
+
+    @property
+    def info(self) -> EngineInfo:
+        """With the least room of all engines, so that each of them takes every request."""
+        assert self._info is not None, "open() has not returned yet"
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        """Sums over all engines; counters since each was connected to."""
+        if (now := monotonic()) > self._stats_until:
+            self._stats_until = now + STATS_SECONDS
+            connections = [replica.connection for replica in self._all()]
+            self._stats = self._totals.of([(c.first, c.stats) for c in connections if c is not None and c.first])
+        return self._stats
+
+    @property
+    def ready(self) -> bool:
+        return not self._draining and any(replica.ready for replica in self._replicas.values())
+
+    @property
+    def healthy(self) -> bool:
+        """To start a gateway again helps no engine."""
+        return True
+
+    @property
+    def silent_seconds(self) -> float | None:
+        found = [c.silent_seconds for replica in self._all() if (c := replica.connection) is not None]
+        return min(found, default=None)
+
+    def statuses(self) -> list[ReplicaStatus]:
+        own = Counter(flight.replica for flight in self._flights)
+        return [
+            ReplicaStatus(
+                replica.address,
+                replica.state,
+                replica.why,
+                replica.failures,
+                own[replica],
+                None if replica.connection is None else replica.connection.info,
+                replica.stats,
+            )
+            for replica in self._all()
+        ]
+
+    async def files(self) -> Path:
+        for replica in self._replicas.values():
+            if replica.ready and replica.connection is not None:
+                return await replica.connection.files()
+        raise EngineDownError("no engine is ready", remedy="retry in a few seconds")
+
+    async def swap(self, bundle: str, settings: EngineSettings | None = None) -> None:
+        raise RequestError(
+            f"a gateway of many engines cannot open {bundle}",
+            expected="engines that are started with it",
+            remedy="start other engines, and another gateway for them",
+        )
+
+    async def generate(self, request: GenerateRequest, age: float = 0.0) -> AsyncGenerator[Delta]:
+        """See :meth:`EngineClient.generate`. :class:`EngineDownError` as well where no engine took it in time."""
+        now = monotonic()
+        flight = _Flight(_seeded(request), now - age, now)
+        self._budget.arrived()
+        self._flights.add(flight)
+        refused: set[Replica] = set()
+        failures = 0  # in turn, without a token between
+        try:
+            while True:
+                replica, connection = await self._place(flight, refused)
+                try:
+                    stream = flight.land(replica, connection)
+                    while True:
+                        for delta in await stream.next():
+                            if delta.tokens:
+                                flight.answered += delta.tokens
+                                flight.level, failures = connection.info.level, 0
+                                refused.clear()
+                            yield delta if flight.attempts == 1 else delta._replace(id=request.id)
+                            if delta.finish_reason is not None:
+                                return
+                except EngineDownError as error:
+                    flight.homeless_since, failures = monotonic(), failures + 1
+                    self._require_another(flight, failures, error)
+                except RequestError as error:
+                    refused.add(replica)
+                    failures += 1
+                    self._require_other(flight, failures, refused, error)
+                finally:
+                    flight.leave()
+                if failures > 1 or refused:
+                    await asyncio.sleep(retry_seconds(failures, self._random))
+                if not self._candidates(flight, refused):
+                    refused.clear()
+        except _TimedOutError:
+            yield Delta(request.id, finish_reason="timeout")
+        finally:
+            self._flights.discard(flight)
+            self._notify()
+
+    def level_of(self, id: str) -> str:
+        return next((flight.level for flight in self._flights if flight.request.id == id), "")
+
+    async def drain(self, timeout: float) -> None:
+        """See :meth:`EngineClient.drain`. Requests that are on no engine then fail."""
+        self._draining = True
+        if await self._all_ended(timeout):
+            return
+        log.warning("requests that still run after %g seconds are cancelled", timeout)
+        self._ended = True
+        for flight in self._flights:
+            if flight.connection is not None and flight.stream is not None:
+                flight.connection.abandon(flight.stream)
+        self._notify()
+        if not await self._all_ended(CLOSE_SECONDS):
+            for flight in list(self._flights):
+                if flight.connection is not None and flight.stream is not None:
+                    flight.connection.give_up(flight.stream, _shutting_down())
+
+    async def close(self) -> None:
+        self._draining = self._ended = True
+        self._notify()
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await asyncio.gather(*[replica.close() for replica in self._all()])
+
+    def _all(self) -> list[Replica]:
+        return [*self._replicas.values(), *self._leaving]
+
+    async def _place(self, flight: _Flight, refused: set[Replica]) -> tuple[Replica, ReplicaConnection]:
+        """The engine that the request goes to now; waits until there is one."""
+        until = flight.homeless_since + self._patience.wait
+        timeout = _timeout(flight)
+        while True:
+            change = self._change
+            if self._ended:
+                raise _shutting_down()
+            if found := self._candidates(flight, refused):
+                return self._best(flight, found)
+            now = monotonic()
+            if now >= timeout:
+                raise _TimedOutError
+            if now >= until:
+                raise self._nobody(flight)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(change.wait(), min(until, timeout) - now)
+
+    def _candidates(self, flight: _Flight, refused: set[Replica]) -> list[Replica]:
+        """Engines that take requests and can go on with this one."""
+        return [
+            replica
+            for replica in self._replicas.values()
+            if replica.ready and replica not in refused and (not flight.answered or replica.level == flight.level)
+        ]
+
+    def _best(self, flight: _Flight, found: Sequence[Replica]) -> tuple[Replica, ReplicaConnection]:
+        by_address = {replica.address: replica for replica in self._random.sample(found, len(found))}
+        own, waiting = Counter[Replica | None](), Counter[Replica | None]()
+        for other in self._flights:
+            own[other.replica] += 1
+            if not other.answered:
+                waiting[other.replica] += len(other.request.prompt)
+        loads = [
+            ReplicaLoad(address, replica.connection.info, replica.stats, own[replica], waiting[replica])
+            for address, replica in by_address.items()
+            if replica.connection is not None
+        ]
+        order = self._choose(flight.request, loads) if len(loads) > 1 else [loads[0].address]
+        best = by_address[next(iter(order), loads[0].address)]
+        assert best.connection is not None
+        return best, best.connection
+
+    def _require_another(self, flight: _Flight, failures: int, error: EngineDownError) -> None:
+        """Raises the error where a request that has lost its engine has no other attempt."""
+        if self._ended:
+            raise _shutting_down()
+        if flight.answered:
+            if failures > MOST_RESUMPTIONS:
+                self.counts["lost"] += 1
+                raise error
+            self.counts["resumptions"] += 1
+        else:
+            self._require_retry(failures, error)
+
+    def _require_other(self, flight: _Flight, failures: int, refused: set[Replica], error: RequestError) -> None:
+        """Raises the error where a request that was refused cannot be tried at another engine."""
+        if flight.answered:  # another engine took it: here is less room, or none now
+            if monotonic() - flight.homeless_since > self._patience.wait:
+                self.counts["lost"] += 1
+                raise error
+        elif not isinstance(error, QueueFullError) or not self._candidates(flight, refused):
+            raise error
+        else:
+            self._require_retry(failures, error)
+
+    def _require_retry(self, failures: int, error: TapeoutError) -> None:
+        if failures > MOST_RETRIES or not self._budget.take(monotonic()):
+            raise error
+        self.counts["retries"] += 1
+
+    def _nobody(self, flight: _Flight) -> EngineDownError:
+        self.counts["lost"] += 1
+        which = f"engine of level {flight.level}" if flight.answered and flight.level else "engine"
+        states = Counter(replica.state.value for replica in self._all())
+        here = ", ".join(f"{count} {state}" for state, count in states.items()) or "none listed"
+        return EngineDownError(
+            f"no {which} has taken the request for {self._patience.wait:g} seconds ({here})",
+            expected="at least one that is ready",
+            remedy="retry later, and look at the engines",
+        )
+
+    def _moved(self, replica: Replica) -> None:
+        """A replica is in another state, or still suspected: its requests go on elsewhere, where there is such a place.
+
+        Else they stay: a silent engine may go on.
+        """
+        if replica.suspected and replica.connection is not None:
+            for flight in list(self._flights):
+                if flight.replica is replica and flight.stream is not None and self._candidates(flight, {replica}):
+                    replica.connection.give_up(
+                        flight.stream, _ElsewhereError(f"the engine at {replica.address} is silent")
+                    )
+        if replica.state is ReplicaState.GONE:
+            self._leaving.discard(replica)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def _admit(self, engine: OpenEngine) -> None:
+        """:class:`ArtifactError` for an engine of another bundle than the first one's."""
+        info = engine.info
+        async with self._admitting:
+            if self._info is None:
+                self._info = info
+                try:
+                    if self._opened is not None:
+                        await self._opened(engine)
+                except BaseException:
+                    self._info = None
+                    raise
+            known = self._info
+            if info.digest != known.digest:
+                raise ArtifactError(
+                    f"it serves bundle {info.digest[:12]}",
+                    expected=f"{known.digest[:12]}, as the others do",
+                    remedy="start it with that bundle, or give it to another gateway",
+                )
+            self._info = replace(
+                known, max_tokens=min(known.max_tokens, info.max_tokens), blocks=min(known.blocks, info.blocks)
+            )
+
+    async def _refresh(self) -> None:
+        """Look at the list of engines, again and again. The last one is kept while there is none to be read."""
+        reason = ""
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            try:
+                listing = await asyncio.to_thread(self._discovery.read)
+            except Exception as error:  # of any kind: a source that is away must not end the watch
+                if reason != (reason := one_line(error)):
+                    log.error("the engines stay as they are: %s", reason)
+                continue
+            reason = ""
+            self._take(listing)
+
+    def _take(self, listing: Listing) -> None:
+        """Connect to the engines that are new, and leave those that are no longer listed."""
+        if self._listing == listing:
+            return
+        kept = listing.engines if self._listing is None or self._listing.key == listing.key else ()
+        for address in self._replicas.keys() - set(kept):
+            replica = self._replicas.pop(address)
+            self._leaving.add(replica)
+            replica.drain()
+        for address in listing.engines:
+            if address not in self._replicas:
+                self._replicas[address] = Replica(
+                    address, listing.key, self._cache, self._patience, self._admit, self._moved
+                )
+        if self._listing is not None:
+            log.info("engines from now on: %s", ", ".join(listing.engines))
+        self._listing = listing
+
+    async def _all_ended(self, timeout: float) -> bool:
+        end = monotonic() + timeout
+        while self._flights:
+            change = self._change
+            try:
+                await asyncio.wait_for(change.wait(), max(end - monotonic(), 0))
+            except TimeoutError:
+                return not self._flights
+        return True
+
+
+def _seeded(request: GenerateRequest) -> GenerateRequest:
+    """With a seed of its own if it draws: another engine must be able to go on."""
+    if request.sampling.seed is not None or not request.sampling.temperature:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
+
+
+def _timeout(flight: _Flight) -> float:
+    """When a request that is on no engine has taken too long."""
+    request, timeouts = flight.request, [flight.request.timeout]
+    if not flight.answered:
+        timeouts += [request.queue_timeout, request.first_token_timeout]
+    return flight.arrival + min([seconds for seconds in timeouts if seconds is not None], default=float("inf"))
+
+
+def _shutting_down() -> EngineDownError:
+    return EngineDownError("the server is shutting down", remedy="send the request to another server")

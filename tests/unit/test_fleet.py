@@ -1,0 +1,104 @@
+"""The bookkeeping of a fleet: the list of engines, retries, sums over engines that come and go, and the choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.gateway.fleet.choice import ReplicaLoad, least_loaded
+from runtime.gateway.fleet.discovery import FleetFileError, StaticFile
+from runtime.gateway.fleet.retries import LONGEST_PROBE_SECONDS, RetryBudget, probe_seconds
+from runtime.gateway.fleet.totals import COUNTERS, STATES, Totals
+from runtime.wire.messages import EngineInfo, EngineStats, GenerateRequest
+from tapeout.errors import SignatureError, TapeoutError
+
+KEY = b"k" * 32
+INFO = EngineInfo("d", "n", 64, 16, 4, 16, 4, 0, frozenset())
+
+
+def fleet_file(folder: Path, text: str) -> StaticFile:
+    (folder / "engine.key").write_bytes(KEY + b"\n")
+    (folder / "fleet.yaml").write_text(text)
+    return StaticFile(folder / "fleet.yaml")
+
+
+def test_a_list_has_each_engine_once_and_the_key_beside_it(tmp_path: Path) -> None:
+    found = fleet_file(tmp_path, "engines: [tcp:h:1, unix:/a, tcp:h:1]\nkey: engine.key").read()
+    assert found.engines == ("tcp:h:1", "unix:/a") and found.key == KEY
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "engines: []", "engines: 3", "engines: [a", "engines: [tcp:h:1]\nkeys: engine.key", "[]", "engines: [7]"],
+)
+def test_what_is_no_list_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(FleetFileError, match="no list of engines"):
+        fleet_file(tmp_path, text).read()
+    with pytest.raises(FleetFileError):
+        StaticFile(tmp_path / "nowhere.yaml").read()
+
+
+def test_addresses_and_keys_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(TapeoutError, match="no address"):
+        fleet_file(tmp_path, "engines: [host:1]").read()
+    with pytest.raises(SignatureError, match="without a key"):
+        fleet_file(tmp_path, "engines: [tcp:h:1]").read()
+    with pytest.raises(SignatureError, match="cannot be read"):
+        fleet_file(tmp_path, "engines: [tcp:h:1]\nkey: other").read()
+    assert fleet_file(tmp_path, "engines: [unix:/a]").read().key == b""
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.5), st.booleans()), max_size=300))
+def test_retries_are_a_tenth_of_the_requests_and_ten_a_second(events: list[tuple[float, bool]]) -> None:
+    budget, now, requests, retries = RetryBudget(0.0), 0.0, 0, 0
+    for seconds, is_request in events:
+        now += seconds
+        if is_request:
+            budget.arrived()
+            requests += 1
+        else:
+            retries += budget.take(now)
+    assert retries <= 100 + 0.1 * requests + 10 * now + 1e-6
+
+
+@given(st.integers(1, 10_000), st.integers(0, 99))
+def test_probes_come_later_each_time_up_to_the_longest(failures: int, seed: int) -> None:
+    seconds = probe_seconds(failures, Random(seed))
+    expected = min(LONGEST_PROBE_SECONDS, 0.5 * 2 ** min(failures - 1, 40))
+    assert expected / 2 <= seconds <= expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(0, 50)), max_size=40))
+def test_sums_are_those_of_all_engines_and_never_go_back(events: list[tuple[int, bool, int]]) -> None:
+    """``events``: an engine, whether it is connected to again, and what it has counted since."""
+    totals, counted, seen = Totals(), 0, 0
+    engines: dict[int, tuple[EngineStats, EngineStats]] = {}
+    for engine, again, more in events:
+        if again or engine not in engines:
+            first = EngineStats(**dict.fromkeys(COUNTERS, more), finished={"stop": more})
+            engines[engine] = (first, first)
+        else:
+            first, last = engines[engine]
+            value = last.steps + more
+            states = dict.fromkeys(STATES, more)
+            engines[engine] = (
+                first,
+                EngineStats(**dict.fromkeys(COUNTERS, value), **states, step_requests=more, finished={"stop": value}),
+            )
+            counted += more
+        found = totals.of(list(engines.values()))
+        assert {getattr(found, name) for name in COUNTERS} == {counted} and found.finished.get("stop", 0) == counted
+        assert found.running == sum(last.running for _, last in engines.values())
+        assert found.steps >= seen
+        seen = found.steps
+
+
+def test_the_choice_counts_what_the_gateway_sent_and_no_report_shows_yet() -> None:
+    request = GenerateRequest("r", [1], 1)
+    idle, sent = ReplicaLoad("idle", INFO, EngineStats()), ReplicaLoad("sent", INFO, EngineStats(), 1, 500)
+    shown = ReplicaLoad("shown", INFO, EngineStats(running=1, waiting_tokens=200), 1, 200)
+    assert least_loaded(request, [sent, shown, idle]) == ["idle", "shown", "sent"]
