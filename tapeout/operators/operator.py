@@ -75,12 +75,18 @@ class Operator(Protocol):
 
     ``before``, ``after``: what groups of linears are called that it reads from, and that read from it. Empty
     ``before``: these stay in float. Empty ``after``: its output joins the residual stream.
+
+    ``rates``: what those before it are called that only say how fast its state decays and how much of a token it takes
+    in, by ``rate_inputs``. They are small, and their errors add up over all tokens, so they stay in float unless a
+    recipe names them. Empty: it has none.
     """
 
     name: str
     functions: frozenset[str]
     before: str
     after: str
+    rates: str
+    rate_inputs: frozenset[int]
 
     def function(self) -> ir.Function:
         """Its meaning in standard operators of the ONNX opset."""

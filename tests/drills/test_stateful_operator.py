@@ -162,6 +162,7 @@ class RunningMean:
     name = "RunningMean"
     functions = frozenset({"running_mean"})
     before, after = "mean_in", "mean_out"
+    rates, rate_inputs = "", frozenset[int]()
 
     def function(self):
         return ir.serde.deserialize_function(onnx.parser.parse_function(BODY))

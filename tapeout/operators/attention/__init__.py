@@ -53,6 +53,7 @@ class Attention:
     name = NAME
     functions = frozenset[str]()  # attention has an interface of its own
     before, after = "qkv", "o"
+    rates, rate_inputs = "", frozenset[int]()
 
     def function(self) -> ir.Function:
         from tapeout.operators.attention.function import attention_function

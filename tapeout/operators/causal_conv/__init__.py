@@ -47,6 +47,7 @@ class CausalConv:
     name = NAME
     functions = frozenset({"causal_conv1d_fn", "causal_conv1d_update"})
     before, after = "conv_in", "conv_out"
+    rates, rate_inputs = "", frozenset[int]()
 
     def function(self) -> ir.Function:
         from tapeout.operators.causal_conv.function import causal_conv_function

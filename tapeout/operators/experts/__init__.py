@@ -50,6 +50,7 @@ class Experts:
     name = NAME
     functions = frozenset[str]()  # experts have an interface of their own
     before, after = "", ""  # a router that is rounded chooses other experts; experts write to the residual stream
+    rates, rate_inputs = "", frozenset[int]()
 
     def function(self) -> ir.Function:
         from tapeout.operators.experts.function import experts_function

@@ -31,6 +31,7 @@ class GatedDelta:
     name = NAME
     functions = frozenset({"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"})
     before, after = "delta_in", "delta_out"
+    rates, rate_inputs = "delta_rates", frozenset({3, 4})  # decay and beta
 
     def function(self) -> ir.Function:
         from tapeout.operators.gated_delta.function import gated_delta_function

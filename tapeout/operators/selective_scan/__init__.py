@@ -31,6 +31,7 @@ class SelectiveScan:
     name = NAME
     functions = frozenset({"mamba_chunk_scan_combined", "selective_state_update"})
     before, after = "scan_in", "scan_out"
+    rates, rate_inputs = "scan_rates", frozenset({3})  # the decay; values are multiplied by the time step, too
 
     def function(self) -> ir.Function:
         from tapeout.operators.selective_scan.function import selective_scan_function
