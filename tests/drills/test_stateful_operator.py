@@ -195,6 +195,16 @@ class RunningMean:
 
         return functions_replaced(model, {"running_mean": mean})
 
+    def leaving(self, model, left):
+        from running_mean_llama import running_mean
+
+        def mean(x, decay):
+            means = running_mean(x, decay)
+            left("mean", means[:, -1])
+            return means
+
+        return functions_replaced(model, {"running_mean": mean})
+
     def by_token(self, model):
         return nullcontext()
 

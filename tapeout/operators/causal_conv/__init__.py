@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
     from tapeout.state import Recurrent
 
 NAME = "CausalConv"
@@ -72,6 +72,11 @@ class CausalConv:
         from tapeout.operators.causal_conv.in_torch import conv_resumed
 
         return conv_resumed(model, before)
+
+    def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
+        from tapeout.operators.causal_conv.in_torch import conv_leaving
+
+        return conv_leaving(model, left)
 
     def by_token(self, model: Any) -> AbstractContextManager[None]:
         return nullcontext()
