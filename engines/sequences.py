@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engines.bundle import SEQUENCE_SLOTS
 from engines.protocol import Engine, EngineCapabilities, Entry, FloatArray, Result, TokenArray, Wanted
 from engines.sequence_state import SequenceState
 from engines.state_slots import UNKNOWN
 from tapeout.errors import RequestError
-from tapeout.state import NO_SLOT
+from tapeout.state import NO_SLOT, SEQUENCE_SLOTS
 
 
 class SlotEntry(NamedTuple):
