@@ -182,6 +182,14 @@ def test_a_grid_of_snapshots_is_kept_in_prompts_and_answers() -> None:
     assert serve(core, ask("b", [*PREFIX, *engine.alone(PREFIX, 9), 3])) == {"b": 16}
 
 
+def test_tokens_that_want_for_a_snapshot_are_counted() -> None:
+    core, lost = core_of("mixed"), list[int]()
+    for last in (21, 22, 23):
+        serve(core, ask("x", [*PREFIX, *[last] * 9]))
+        lost.append(core.report().stats.prefix_lost)
+    assert lost == [0, 8, 8], "of the second, whose prompt parts where the first left no snapshot"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_turn_goes_on_behind_the_answer(kind: str) -> None:
     """20 turns of two conversations in turn, behind one system prompt: what is read again is less than a block."""
