@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from tapeout.artifact import Frozen, Record, Roles
 from tapeout.fingerprint import Fingerprint
-from tapeout.state import LayerState, slot_bytes, token_bytes
+from tapeout.state import SEQUENCE_SLOTS, LayerState, slot_bytes, token_bytes
 
 # What tokenizing and chat need beside the engine, as far as the model has it.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
@@ -17,7 +17,6 @@ GREEDY = (
 OFFSETS, STARTS, BLOCK_TABLE = "offsets", "starts", "block_table"
 SLOTS = "slots"  # int32 [B]: of recurrent state, only where a layer has some
 BLOCK_TOKENS = 64  # of a KV block on ort-cpu: a tile of keys of the attention kernel lies in one block
-SEQUENCE_SLOTS = 2  # that are there for a sequence: its own, and one for a snapshot
 NEXT_TOKENS = "next_tokens"  # output of the same graph
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -48,6 +48,7 @@ class OrtProbe:
         self._session = open_session(model.SerializeToString(), self._options)
         self._names = list(dict.fromkeys(["logits", *(linear.value for linear in self._record.linear_outputs)]))
         few = self._session.run(self._names, self._feeds([0] * FEW))
+        self._states: dict[str, FloatArray] = {}
         self._shapes = [np.asarray(value).shape for value in few]
 
     def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
@@ -73,13 +74,19 @@ class OrtProbe:
             os.posix_fallocate(file.fileno(), 0, needs.disk_bytes)  # a write to a mapped file may not fail
             held = np.memmap(file, np.float32, "r+", shape=(starts[-1],))
         binding, values = self._session.io_binding(), dict[str, FloatArray]()
-        for name, feed in self._feeds(tokens).items():
+        feeds = self._feeds(tokens)
+        for name, feed in feeds.items():
             binding.bind_cpu_input(name, feed)
         for name, shape, start in zip(self._names, shapes, starts, strict=False):
             values[name] = held[start : start + math.prod(shape)].reshape(shape)
             binding.bind_output(name, "cpu", 0, np.float32, shape, values[name].ctypes.data)
         self._session.run_with_iobinding(binding)
+        # Operators write the state of slot 0 in place.
+        self._states = {name: feeds[f"{PAST}.{name}"][0] for name, _, _ in recurrent_buffers(self._record.io.state, 1)}
         return values
+
+    def states(self) -> Mapping[str, FloatArray]:
+        return self._states
 
     def _feeds(self, tokens: Sequence[int]) -> dict[str, np.ndarray]:
         io, count = self._record.io, len(tokens)

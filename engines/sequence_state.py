@@ -16,7 +16,7 @@ from engines.state_slots import UNKNOWN
 class SequenceState:
     """``tokens``: those that the sequence holds.
 
-    ``slot``, ``copy``: of its state, and of the copy. ``position``, ``copied``: the position of each.
+    ``slot``, ``copy``: of its state, and of the copy, or ``NO_SLOT``. ``position``, ``copied``: the position of each.
     """
 
     slot: int

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engines.bundle import SEQUENCE_SLOTS
 from engines.protocol import Engine, EngineCapabilities, Entry, FloatArray, Result, TokenArray, Wanted
 from engines.sequence_state import SequenceState
 from engines.state_slots import UNKNOWN
 from tapeout.errors import RequestError
+from tapeout.state import NO_SLOT, SEQUENCE_SLOTS
 
 
 class SlotEntry(NamedTuple):
@@ -41,22 +41,30 @@ class SlotEntry(NamedTuple):
 
 
 class Sequences:
-    """``slots``: as many as the engine has room for. ``max_tokens``: of each; the engine's unless given."""
+    """``slots``: as many as the engine has room for. ``max_tokens``: of each; the engine's unless given.
+
+    Unless more slots are asked for, each has a slot of recurrent state for a copy beside its own. Those that have none
+    are fed again from their beginning where they go back.
+    """
 
     def __init__(self, engine: Engine, slots: int | None = None, max_tokens: int | None = None) -> None:
         has = engine.capabilities
         self.max_tokens = has.max_tokens if max_tokens is None else max_tokens
-        most, each = room_for(has, self.max_tokens), -(-self.max_tokens // has.block_tokens)
+        most, each = room_for(has, self.max_tokens, copies=False), -(-self.max_tokens // has.block_tokens)
         if slots is not None and not 1 <= slots <= most:
             raise RequestError(
                 f"{slots} sequences of {self.max_tokens} positions",
                 expected=f"1 to {most}, which the engine has room for",
                 remedy="open the engine with more slots",
             )
-        self.engine, self.slots = engine, most if slots is None else slots
+        self.engine, self.slots = engine, room_for(has, self.max_tokens) if slots is None else slots
         self.digest, self.vocab_size = engine.digest, has.vocab_size
         self._tables = [range(slot * each, (slot + 1) * each) if has.blocks else () for slot in range(self.slots)]
-        self._states = [SequenceState(slot, self.slots + slot) for slot in range(self.slots if has.slots else 0)]
+        copies = range(self.slots, has.slots)
+        self._states = [
+            SequenceState(slot, copies[slot] if slot < len(copies) else NO_SLOT)
+            for slot in range(self.slots if has.slots else 0)
+        ]
 
     def prefill(
         self, slot: int, tokens: Sequence[int], *, start: int = 0, positions: Sequence[int] | None = None
@@ -171,7 +179,7 @@ class Sequences:
             positions = [len(again) + position for position in positions]
         # Where it went back to, it may again.
         copied = resumed or (start if again else start + len(tokens) if len(tokens) > 1 and not is_copy else 0)
-        snapshots = [(copied, state.copy)] if copied > begin else ()
+        snapshots = [(copied, state.copy)] if copied > begin and state.copy != NO_SLOT else ()
         return Entry([*again, *tokens], begin, blocks, wanted, positions, slot=state.slot, snapshots=snapshots)
 
     def _require_slots(self, first: int, count: int) -> None:
@@ -186,11 +194,14 @@ def _sound(results: list[Result]) -> list[Result]:
     return results
 
 
-def room_for(has: EngineCapabilities, max_tokens: int) -> int:
-    """Sequences of so many positions that an engine has room for, in every kind of state, and in a step."""
+def room_for(has: EngineCapabilities, max_tokens: int, *, copies: bool = True) -> int:
+    """Sequences of so many positions that an engine has room for, in every kind of state, and in a step.
+
+    ``copies``: each has a copy of its recurrent state, too.
+    """
     room = [has.max_batch]
     if has.blocks:
         room.append(has.blocks // -(-max_tokens // has.block_tokens))
     if has.slots:
-        room.append(has.slots // SEQUENCE_SLOTS)
+        room.append(has.slots // (SEQUENCE_SLOTS if copies else 1))
     return min(room)

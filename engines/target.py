@@ -39,6 +39,10 @@ class Probe(Protocol):
         """Logits ``[S, V]`` of one document, and each linear's output ``[S, out]`` by parameter name."""
         ...
 
+    def states(self) -> Mapping[str, FloatArray]:
+        """Recurrent state that the tokens of the last call left, by name ``LAYER.TENSOR``, in the graph's order."""
+        ...
+
     def embedding(self) -> Iterable[FloatArray]:
         """The embedding of every token id as the graph computes it: ``[rows, H]`` at a time, in the order of ids."""
         ...

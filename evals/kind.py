@@ -103,6 +103,12 @@ class ReferenceModel(Protocol):
         """Logits, and of each linear the relative error over the document and at the worst position."""
         ...
 
+    def states(self) -> Mapping[str, Sequence[FloatArray]]:
+        """Recurrent state that the tokens of the last call of ``teacher_forced`` left, by the name of its tensor, in
+        the order of layers.
+        """
+        ...
+
     def embedding(self) -> FloatArray:
         """The embedding of every token id, ``[V, H]``."""
         ...

@@ -10,6 +10,7 @@ from quantization.units import HEAD, candidates_for, embedding_schemes, embeddin
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import THROUGHPUT_STREAMS, KVCache, Plan
 from tapeout.schemes import Scheme
+from tapeout.state import SEQUENCE_SLOTS, slot_bytes
 
 # Share of tokens by the tokens of their step: as many tokens are read, 128 at a time, as are written.
 WORKLOADS = {"latency": {1: 0.5, 128: 0.5}, "throughput": {THROUGHPUT_STREAMS: 0.5, 128: 0.5}}
@@ -50,13 +51,17 @@ class CostTable:
         return Cost(len(embeddings_of(graph)) * size, self.embeddings_seconds(graph, scheme))
 
     def cache(self, graph: PortableGraph, settings: KVCache) -> Cost:
-        """Codes and scales of ``slots`` sequences of ``context`` tokens, and attention of all layers over them."""
+        """Codes and scales of ``slots`` sequences of ``context`` tokens, and attention of all layers over them.
+
+        And the recurrent state of as many sequences, which an engine holds whatever the cache is kept in: a slot for
+        each, and one for a snapshot.
+        """
         layers = len(graph.cached_layers)
         channels = 2 * layers * graph.kv_heads * graph.head_size  # of keys and values
         bits = BITS.get(settings.dtype, 32)
         scales = channels * SCALE_BYTES if settings.dtype in BITS else 0
         return Cost(
-            self.slots * self.context * channels * bits // 8 + scales,
+            self.slots * (self.context * channels * bits // 8 + SEQUENCE_SLOTS * slot_bytes(graph.state)) + scales,
             {tokens: layers * taken for tokens, taken in self.attention.get(settings.dtype, {}).items()},
         )
 

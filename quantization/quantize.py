@@ -40,6 +40,7 @@ from quantization.kv_cache import BITS, scale_name
 from quantization.needs import SEARCH_BYTES, quantization_needs, search_bytes
 from quantization.plan import PrecisionPlan
 from quantization.proof import count_tensors, prove
+from quantization.query_gates import multiplied, restored, row_factors
 from quantization.search import SearchResult, search
 from quantization.statistics import every_channel_alike, kv_scales, read_statistics
 from quantization.units import (
@@ -283,8 +284,13 @@ class _Job:
             result.tensors.update(zip(group.members, weights, strict=True))
         else:
             statistics = read_statistics(self.calibration, group)
-            found = search(weights, scheme, statistics, self.settings, fold_target_of(group, self.graph, self.stored))
-            result.tensors.update(zip(group.members, (member.linear for member in found.members), strict=True))
+            factors, fold_target = (
+                row_factors(weights, group, statistics),
+                fold_target_of(group, self.graph, self.stored),
+            )
+            found = search(multiplied(weights, factors), scheme, statistics, self.settings, fold_target)
+            linears = restored([member.linear for member in found.members], factors)
+            result.tensors.update(zip(group.members, linears, strict=True))
         for at, (name, weight) in enumerate(zip(group.members, weights, strict=True)):
             result.reports.append(_report(name, group.name, weight, scheme, found, at))
         return identity(group.in_features) if found is None else found.scale

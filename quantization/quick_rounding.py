@@ -24,6 +24,7 @@ from quantization.input_scale import identity
 from quantization.kv_cache import BITS, scale_name
 from quantization.methods import awq, gptq, smoothquant
 from quantization.problem import Problem, input_step
+from quantization.query_gates import multiplied, restored, row_factors
 from quantization.reference import round_to_grid
 from quantization.search import search
 from quantization.simulate import Simulated
@@ -45,9 +46,10 @@ GPTQ_BITS = 4
 
 @dataclass(frozen=True)
 class Prepared:
-    """A group with what every scheme needs of it."""
+    """A group with what every scheme needs of it. ``weights``: multiplied by ``factors``, see query_gates.py."""
 
-    weights: tuple[FloatArray, ...]
+    weights: Sequence[FloatArray]
+    factors: Sequence[FloatArray | None]
     statistics: Statistics
     fold_target: FoldTarget | None
     candidates: Collection[str]  # of quantize.candidates
@@ -71,7 +73,7 @@ class Prepared:
         if scheme.activations == "int8":
             step = input_step(self.statistics.max_abs, problem.scale)
             linears = [replace(linear, input_scale=step) for linear in linears]
-        return Simulated(tuple(linears), problem.scale)
+        return Simulated(tuple(restored(linears, self.factors)), problem.scale)
 
 
 class QuickRounding:
@@ -117,9 +119,11 @@ class QuickRounding:
         return rounded
 
     def _prepare(self, group: LinearGroup) -> Prepared:
-        weights = tuple(out_by_in(self._source.tensor(name), group) for name in group.members)
+        weights = [out_by_in(self._source.tensor(name), group) for name in group.members]
         statistics = read_statistics(self._calibration, group)
-        return Prepared(weights, statistics, fold_target_of(group, self._graph.record), self._settings.candidates)
+        factors = row_factors(weights, group, statistics)
+        fold_target = fold_target_of(group, self._graph.record)
+        return Prepared(multiplied(weights, factors), factors, statistics, fold_target, self._settings.candidates)
 
     def _embedding(self, name: str, scheme: Scheme) -> QuantizedWeight:
         head, weight = head_with(self._graph.record, name), self._source.tensor(name)

@@ -35,7 +35,7 @@ from quantization.needs import decoded_bytes, reference_needs
 from tapeout.errors import QuantizationError
 from tapeout.mapped_model import empty_model, fill
 from tapeout.mapped_weights import weight_at_call
-from tapeout.operators import state_changed
+from tapeout.operators import state_changed, state_left
 from tapeout.quantized import QuantizedWeight
 from tapeout.resources import require
 
@@ -56,6 +56,7 @@ class QuantizedReference:
         stored = KVScales.read(folder)
         self.kv_scales = {name: torch.from_numpy(scale) for name, scale in stored.scales.items()}
         self.kv_bits = stored.bits
+        self._states: dict[str, list[FloatArray]] = {}
         for module, grid in linears:
             if grid.input_scale is not None or int8_activations:
                 module.register_forward_pre_hook(input_hook(grid))
@@ -88,8 +89,10 @@ class QuantizedReference:
             name = names.get(id(getattr(module, "weight", None)), "")
             if name in outputs and isinstance(module, torch.nn.Linear | Conv1D):
                 handles.append(module.register_forward_hook(_exchange(name, outputs[name], errors)))
+        self._states = {}
         try:
-            logits = self(tokens)
+            with state_left(self.model, self._keep):
+                logits = self(tokens)
         finally:
             for handle in handles:
                 handle.remove()
@@ -101,6 +104,15 @@ class QuantizedReference:
                 remedy="build the engine from this checkpoint",
             )
         return logits, errors
+
+    def states(self) -> dict[str, list[FloatArray]]:
+        """Recurrent state that the tokens of the last :meth:`teacher_forced` left, by the name of its tensor, in the
+        order of layers.
+        """
+        return self._states
+
+    def _keep(self, name: str, left: Tensor) -> None:
+        self._states.setdefault(name, []).append(left[0].float().numpy().copy())
 
     def _round_state(self, layer: int, part: str, kept: Tensor) -> Tensor:
         if not self.kv_scales:

@@ -92,6 +92,16 @@ def written_units(graph: PortableGraph, schemes: Mapping[str, Scheme]) -> tuple[
     return tuple(unit_of(run) for groups in found.values() for run in _runs(groups))
 
 
+def is_rate(group: str) -> bool:
+    """Whether a group of linears only says how fast a recurrence decays and takes in tokens."""
+    return group.rpartition(".")[2] in {operator.rates for operator in operators().values() if operator.rates}
+
+
+def schemes_for(unit: Unit) -> tuple[Scheme, ...]:
+    """What the planner may choose for a unit."""
+    return (FLOAT,) if is_rate(unit.name) else candidates_for(unit.columns)
+
+
 def candidates_for(columns: int, candidate_schemes: Sequence[Scheme] = CANDIDATE_SCHEMES) -> tuple[Scheme, ...]:
     """The schemes of a menu that weights of ``columns`` inputs can have, fitted to them, each once."""
     fitting = [scheme for scheme in candidate_schemes if scheme.group_size is None or columns % SMALLEST_GROUP == 0]
@@ -111,12 +121,17 @@ def caches(wanted: Cache, head_size: int) -> tuple[KVCache, ...]:
 
 
 def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
-    """The scheme that the rules give every group but the head, as written: the first that matches decides."""
+    """The scheme that the rules give every group but the head, as written: the first that matches decides.
+
+    Rates of a recurrence stay in float unless a rule names them, as ``layers.*.delta_rates`` does.
+    """
 
     def matching(name: str) -> Scheme:
         for rule in rules:
-            if fnmatchcase(name, rule.match):
+            if _matches(rule, name):
                 return rule.scheme
+        if is_rate(name):
+            return FLOAT
         raise QuantizationError(
             f"no rule of plan.schemes matches {name}",
             expected="a rule for every group of linears",
@@ -127,10 +142,15 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
     units = {
         "gate_up",
         "down",
-        *(unit for operator in operators().values() for unit in (operator.before, operator.after) if unit),
-    }
+        *(unit for operator in operators().values() for unit in (operator.before, operator.after, operator.rates)),
+    } - {""}
     _require_used(rules, {*names, *(f"layers.{n}.{unit}" for n in range(graph.layers) for unit in units)})
     return {name: matching(name) for name in names}
+
+
+def _matches(rule: Rule, name: str) -> bool:
+    named = rule.match.rpartition(".")[2] == name.rpartition(".")[2]
+    return fnmatchcase(name, rule.match) and (named or not is_rate(name))
 
 
 def _require_used(rules: Sequence[Rule], names: Collection[str]) -> None:
@@ -139,9 +159,9 @@ def _require_used(rules: Sequence[Rule], names: Collection[str]) -> None:
     ``names``: also of units that a decoder can have and this one has not, so that one recipe fits several models.
     """
     for number, rule in enumerate(rules):
-        mine = [name for name in names if fnmatchcase(name, rule.match)]
+        mine = [name for name in names if _matches(rule, name)]
         before = [other.match for other in rules[:number]]
-        hidden = [name for name in mine if any(fnmatchcase(name, match) for match in before)]
+        hidden = [name for name in mine if any(_matches(other, name) for other in rules[:number])]
         if rule.match != "*" and len(hidden) == len(mine):
             raise RecipeError(
                 f"rule {rule.match!r} of plan.schemes "

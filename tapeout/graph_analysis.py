@@ -18,6 +18,7 @@ import onnx_ir as ir
 from tapeout.errors import ExportError
 from tapeout.operators import operator_of
 from tapeout.operators.attention import is_attention
+from tapeout.operators.operator import Operator
 from tapeout.portable_graph import FoldTarget, LinearGroup
 
 NORMS = ("RMSNormalization", "LayerNormalization")
@@ -199,6 +200,7 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
             # a tied head's columns are the embedding's too, so no scale may be folded into them
             fold_target=None if any(m.name in aliases.values() for m in members) else _fold_target(members, by_output),
             transposed=members[0].transposed,
+            gated=rows if any(rows := tuple(_gated_rows(linear, dependent) for linear in members)) else (),
         )
         for name, members in gathered.items()
     )
@@ -229,7 +231,7 @@ def _unit(linear: Linear, by_output: dict[int, Linear], graph: ir.Graph, depende
     if linear.output is logits or _reached(linear.output, lambda node: logits in node.outputs, dependent):
         return "lm_head"
     if read := operator_of(_reached(linear.output, is_operator, dependent)):
-        return read.before
+        return read.rates if _only_rates(linear, read, dependent) else read.before
     sources = list(_sources(linear.input, by_output))
     written = [operator.after for source in sources if isinstance(source, ir.Node) if (operator := operator_of(source))]
     if named := next(filter(None, written), None):
@@ -252,21 +254,36 @@ def _stem(parameter: str) -> str:
     return parameter.removesuffix(".weight").rpartition(".")[2]
 
 
+def _only_rates(linear: Linear, operator: Operator, dependent: Dependent) -> bool:
+    """Whether a linear only says how fast a state decays and takes in tokens (``Operator.rates``)."""
+    read = [(node, number) for node, number in _ahead(linear.output, dependent) if is_operator(node)]
+    numbers = {number for node, number in read if operator_of(node) is operator}
+    values = {0}  # a rate may multiply them, as a time step does
+    return all(operator_of(node) is operator for node, _ in read) and (
+        bool(numbers & operator.rate_inputs) and numbers <= operator.rate_inputs | values
+    )
+
+
 def _reached(value: ir.Value, found: Callable[[ir.Node], bool], dependent: Dependent) -> ir.Node | None:
     """A node for which ``found`` holds and that follows ``value`` with no matmul, operator or residual sum between."""
+    return next((node for node, _ in _ahead(value, dependent) if found(node)), None)
+
+
+def _ahead(value: ir.Value, dependent: Dependent) -> Iterator[tuple[ir.Node, int]]:
+    """What reads ``value``, and what is computed from it up to the next matmul, operator or residual sum; and as which
+    input.
+    """
     seen: set[int] = set()
     stack = [value]
     while stack:
-        for node, _ in stack.pop().uses():
+        for node, number in stack.pop().uses():
+            yield node, number
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            if found(node):
-                return node
             if node.op_type in ("MatMul", "Gemm") or is_operator(node) or dependent.is_residual_sum(node):
                 continue
             stack.extend(node.outputs)
-    return None
 
 
 class Dependent:
@@ -308,6 +325,18 @@ def _dependent(value: ir.Value | None) -> set[int]:
             seen.add(id(current))
             stack.extend(output for node, _ in current.uses() for output in node.outputs)
     return seen
+
+
+def _gated_rows(linear: Linear, dependent: Dependent) -> int:
+    """How many rows of a query alternate with as many of a gate, as they do where a query's projection holds both."""
+    reshape = next((node for node, _ in linear.output.uses() if node.op_type == "Reshape"), None)
+    split = next((node for node, _ in reshape.outputs[0].uses() if node.op_type == "Split"), None) if reshape else None
+    if split is None or len(split.outputs) != 2 or not _along_channels(split):
+        return 0
+    query, gate = split.outputs
+    read = [number for node, number in _ahead(query, dependent) if is_attention(node)]
+    beside = any(is_operator(node) for node, _ in _ahead(gate, dependent))
+    return size(query, -1) if read == [0] and not beside and size(query, -1) == size(gate, -1) else 0
 
 
 def _sources(value: ir.Value, by_output: dict[int, Linear]) -> Iterator[Linear | ir.Node | None]:

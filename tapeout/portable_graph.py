@@ -41,6 +41,8 @@ class LinearGroup(Frozen):
     head.
     ``members``: parameter names of the weights (each ``[out, in]``), in the order they are merged.
     ``transposed``: the float checkpoint stores them ``[in, out]``, as gpt2's does. Quantized ones are ``[out, in]``.
+    ``gated``: of each member, how many rows of a query alternate with as many of a gate on what that query attends to;
+    0 for any other. Empty: there is none.
     """
 
     name: str
@@ -50,13 +52,14 @@ class LinearGroup(Frozen):
     out_features: tuple[int, ...]
     fold_target: FoldTarget | None = None
     transposed: bool = False
+    gated: tuple[int, ...] = ()
 
 
 class PortableGraph(Record):
     """``dequantized``: how the checkpoint stored weights that are in float32 here; None where they were floats."""
 
     artifact_type: ClassVar[str] = "PortableGraph"
-    schema_version: ClassVar[int] = 6
+    schema_version: ClassVar[int] = 7
     remedy: ClassVar[str] = "run `dvc repro export`"
     parent_roles: ClassVar[Roles] = {"source": ("Source",)}
 

@@ -19,6 +19,7 @@ from pydantic import Field
 from tapeout.artifact import Frozen
 
 NO_SLOT = -1  # of a sequence without recurrent state
+SEQUENCE_SLOTS = 2  # that are there for a sequence: its own, and one for a snapshot
 ELEMENT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 
 

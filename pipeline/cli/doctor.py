@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.bundle import SEQUENCE_SLOTS, EngineBundle, IOContract
+from engines.bundle import EngineBundle, IOContract
 from engines.kernels import cpu as native
 from engines.load import at_level, find_target
 from pipeline.registry.tracking import probe, public_uri, sqlite_path, tracking_uri, unreachable
@@ -27,6 +27,7 @@ from tapeout.errors import TapeoutError
 from tapeout.fingerprint import cpu_features
 from tapeout.recipe import Build
 from tapeout.resources import available_memory, container_limit
+from tapeout.state import SEQUENCE_SLOTS
 
 if TYPE_CHECKING:
     from tapeout.recipe import BaseRecipe

@@ -55,7 +55,7 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
 
     ``rows``: of the embedding. :class:`ExportError` for a tokenizer that is missing, ambiguous or too large.
     """
-    tokenizer = _load(checkpoint, entry)
+    tokenizer = load_tokenizer(checkpoint, entry)
     tokenizer.save_pretrained(folder)
     kept = checkpoint / FILE
     if not entry and kept.is_file():
@@ -77,7 +77,11 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
     return tokenizer
 
 
-def _load(checkpoint: Path, entry: str) -> Any:
+def load_tokenizer(checkpoint: Path, entry: str = "") -> Any:
+    """The tokenizer in transformers, of the file as it is.
+
+    AutoTokenizer puts another one in its place for some types of models (``AS_IT_IS``).
+    """
     from transformers.models.auto.tokenization_auto import AutoTokenizer
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 

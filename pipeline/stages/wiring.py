@@ -344,9 +344,9 @@ class Measurement:
             return CheckpointModel(*_checkpoint(source), scratch, adapter=_adapter(source), positions=positions)
 
     def tokenizer(self) -> Any:
-        from transformers.models.auto.tokenization_auto import AutoTokenizer
+        from pipeline.export.tokenizer import load_tokenizer
 
-        return AutoTokenizer.from_pretrained(_graph().folder)
+        return load_tokenizer(_graph().folder)
 
     def graph(self) -> Artifact[PortableGraph]:
         return _graph()

@@ -110,7 +110,7 @@ class EngineCore:
         self._broken_steps = 0
         self._finished: Counter[str] = Counter()
         self._steps = self._prompt_tokens = self._generated_tokens = 0
-        self._prefix_queries = self._prefix_hits = 0
+        self._prefix_queries = self._prefix_hits = self._prefix_lost = 0
         self._step_seconds, self._step_tokens, self._step_requests = 0.0, 0, 0
 
     @property
@@ -200,6 +200,7 @@ class EngineCore:
             slots=slots.blocks,
             slots_held=slots.held,
             slots_cached=slots.cached,
+            prefix_lost=self._prefix_lost,
         )
 
     def close(self) -> None:
@@ -251,6 +252,7 @@ class EngineCore:
             active.cached, active.queued = self.scheduler.cached_tokens(work.id), self.clock() - active.arrival
             self._prefix_queries += len(active.request.prompt) + len(active.request.answered)
             self._prefix_hits += active.cached
+            self._prefix_lost += self.scheduler.lost_tokens(work.id)
         positions: Sequence[int] | None
         if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):
             wanted: Wanted = "logits"

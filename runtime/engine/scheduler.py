@@ -37,6 +37,7 @@ class _Sequence:
     computed: int = 0  # positions that its state holds
     missing: int | None = None  # while it waits: tokens that the cache did not have when the load was asked for
     cached: int = 0  # prompt tokens that were found in the cache when it first ran
+    lost: int = 0  # prompt tokens behind those that one kind of state was found of, and another was not
     started: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +94,10 @@ class Scheduler:
     def cached_tokens(self, id: str) -> int:
         """Prompt tokens of a running request that it did not have to compute."""
         return self._running[id].cached
+
+    def lost_tokens(self, id: str) -> int:
+        """Prompt tokens of a running request that it computes only because no snapshot of their state was there."""
+        return self._running[id].lost
 
     @property
     def feeds_prompts(self) -> bool:
@@ -328,7 +333,7 @@ class Scheduler:
                 break
             sequence.computed = match.tokens
             if not sequence.started:
-                sequence.cached, sequence.started = sequence.computed, True
+                sequence.cached, sequence.lost, sequence.started = sequence.computed, match.known - match.tokens, True
             self._queue.remove(sequence)
             self._running[sequence.id] = sequence
             fed, scored = self._feed_prompt(sequence, budget, scored, now)

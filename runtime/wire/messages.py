@@ -182,6 +182,7 @@ class EngineStats(NamedTuple):
     slots: int = 0  # of recurrent state
     slots_held: int = 0
     slots_cached: int = 0
+    prefix_lost: int = 0  # prompt tokens that were computed for want of a snapshot
 
 
 class RefusedRequest(NamedTuple):

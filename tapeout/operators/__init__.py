@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from tapeout.operators.operator import Operator, StateBefore, StateChange
+    from tapeout.operators.operator import Operator, StateBefore, StateChange, StateLeft
     from tapeout.state import LayerState
 
 DOMAIN = "tapeout"  # of their nodes
@@ -83,6 +83,15 @@ def state_resumed(model: Any, before: StateBefore) -> Generator[None]:
     with ExitStack() as stack:
         for operator in operators().values():
             stack.enter_context(operator.resumed(model, before))
+        yield
+
+
+@contextmanager
+def state_left(model: Any, left: StateLeft) -> Generator[None]:
+    """See :meth:`tapeout.operators.operator.Operator.leaving`, of all operators."""
+    with ExitStack() as stack:
+        for operator in operators().values():
+            stack.enter_context(operator.leaving(model, left))
         yield
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 StateChange: TypeAlias = "Callable[[int, str, torch.Tensor], torch.Tensor]"
 # (name of the state's tensor) -> what the tokens before left in the layer that is computed, as the graph has it
 StateBefore: TypeAlias = "Callable[[str], torch.Tensor]"
+# (name of the state's tensor, without a number, what a call leaves in it [B, ...], as the graph has it)
+StateLeft: TypeAlias = "Callable[[str, torch.Tensor], None]"
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,18 @@ class Operator(Protocol):
 
     ``before``, ``after``: what groups of linears are called that it reads from, and that read from it. Empty
     ``before``: these stay in float. Empty ``after``: its output joins the residual stream.
+
+    ``rates``: what those before it are called that only say how fast its state decays and how much of a token it takes
+    in, by ``rate_inputs``. They are small, and their errors add up over all tokens, so they stay in float unless a
+    recipe names them. Empty: it has none.
     """
 
     name: str
     functions: frozenset[str]
     before: str
     after: str
+    rates: str
+    rate_inputs: frozenset[int]
 
     def function(self) -> ir.Function:
         """Its meaning in standard operators of the ONNX opset."""
@@ -113,6 +121,13 @@ class Operator(Protocol):
 
     def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
         """Run one layer of a stock transformers model, without a cache of its own, as if tokens came ``before``."""
+        ...
+
+    def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
+        """Run a stock transformers model, and hand over the recurrent state that each call leaves, in their order.
+
+        Where nothing is kept, or a value for each token, nothing is handed over.
+        """
         ...
 
     def by_token(self, model: Any) -> AbstractContextManager[None]:

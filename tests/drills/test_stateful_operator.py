@@ -162,6 +162,7 @@ class RunningMean:
     name = "RunningMean"
     functions = frozenset({"running_mean"})
     before, after = "mean_in", "mean_out"
+    rates, rate_inputs = "", frozenset[int]()
 
     def function(self):
         return ir.serde.deserialize_function(onnx.parser.parse_function(BODY))
@@ -191,6 +192,16 @@ class RunningMean:
                 state = decay * state + (1 - decay) * column
                 means.append(state)
             return x.new_tensor([]) if not means else __import__("torch").stack(means, 1)
+
+        return functions_replaced(model, {"running_mean": mean})
+
+    def leaving(self, model, left):
+        from running_mean_llama import running_mean
+
+        def mean(x, decay):
+            means = running_mean(x, decay)
+            left("mean", means[:, -1])
+            return means
 
         return functions_replaced(model, {"running_mean": mean})
 

@@ -20,7 +20,7 @@ from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import BaseRecipe, Build, DataSource, KVCache, ModelSource, Plan
 from tapeout.schemes import EMBEDDING_CANDIDATES, Scheme
-from tapeout.state import paged_buffers
+from tapeout.state import SEQUENCE_SLOTS, Recurrent, StateTensor, paged_buffers, recurrent_buffers
 from tests.graphs import llama_graph
 from tests.native import own_cache
 from tests.states import attention
@@ -47,6 +47,17 @@ def test_bytes_of_a_cache_are_those_of_its_buffers_and_scales(
     scales = 0 if settings.dtype == "float32" else 4 * record.kv_heads * record.head_size
     found = CostTable("ort-cpu", 1, slots, context, {}, {}, {}).cache(record, settings)
     assert found.bytes == 2 * record.layers * (buffer + scales) and not found.seconds
+
+
+@given(slots=st.integers(1, 32), settings=st.sampled_from(CACHE_CANDIDATES))
+def test_recurrent_state_counts_as_an_engine_holds_it(
+    graph: Artifact[PortableGraph], slots: int, settings: KVCache
+) -> None:
+    state = Recurrent(layer=9, tensors=(StateTensor(name="delta", shape=(2, 3, 5), dtype="float32"),))
+    with_state = graph.record.model_copy(update={"state": (*graph.record.state, state)})
+    table = CostTable("ort-cpu", 1, slots, 64, {}, {}, {})
+    held = sum(4 * math.prod(shape) for _, shape, _ in recurrent_buffers([state], SEQUENCE_SLOTS * slots))
+    assert table.cache(with_state, settings).bytes == table.cache(graph.record, settings).bytes + held
 
 
 def test_attention_counts_once_a_layer_and_a_prompt_one_position_of_the_head(graph: Artifact[PortableGraph]) -> None:

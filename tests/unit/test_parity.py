@@ -54,6 +54,9 @@ class TwoLayers:
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
         return self.run(tokens, {})[0]
 
+    def states(self) -> dict[str, list[FloatArray]]:
+        return {}
+
     def embedding(self) -> FloatArray:
         return self.table
 
@@ -73,6 +76,9 @@ class Inside:
 
     def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
         return self.model.run(tokens, {})
+
+    def states(self) -> dict[str, FloatArray]:
+        return {}
 
     def embedding(self) -> Iterator[FloatArray]:
         yield self.model.table[:5]

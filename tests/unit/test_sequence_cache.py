@@ -117,10 +117,16 @@ TestAnswered = Answered.TestCase
 TestAnswered.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def core_of(kind: str, slots: int = 6, snapshot_tokens: int = 0, **limits: int) -> EngineCore:
+def core_of(
+    kind: str, slots: int = 6, snapshot_tokens: int = 0, blocks: int = 40, max_tokens: int = MAX_TOKENS, **limits: int
+) -> EngineCore:
     paged, recurrent = KINDS[kind]
     engine = ChainEngine(
-        blocks=40 * paged, slots=slots * recurrent, block_tokens=BLOCK, snapshot_tokens=snapshot_tokens
+        blocks=blocks * paged,
+        slots=slots * recurrent,
+        block_tokens=BLOCK,
+        max_tokens=max_tokens,
+        snapshot_tokens=snapshot_tokens,
     )
     return EngineCore(engine, Limits(**limits))
 
@@ -174,6 +180,34 @@ def test_a_grid_of_snapshots_is_kept_in_prompts_and_answers() -> None:
     engine: Any = core.engine
     serve(core, ask("a", PREFIX, 9))
     assert serve(core, ask("b", [*PREFIX, *engine.alone(PREFIX, 9), 3])) == {"b": 16}
+
+
+def test_tokens_that_want_for_a_snapshot_are_counted() -> None:
+    core, lost = core_of("mixed"), list[int]()
+    for last in (21, 22, 23):
+        serve(core, ask("x", [*PREFIX, *[last] * 9]))
+        lost.append(core.report().stats.prefix_lost)
+    assert lost == [0, 8, 8], "of the second, whose prompt parts where the first left no snapshot"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_turn_goes_on_behind_the_answer(kind: str) -> None:
+    """20 turns of two conversations in turn, behind one system prompt: what is read again is less than a block."""
+    core = core_of(kind, slots=6, max_tokens=512, blocks=260)
+    engine: Any = core.engine
+    talks = {id: [*PREFIX, number] for number, id in enumerate(("a", "b"), 20)}
+    for turn in range(20):
+        for number, (id, prompt) in enumerate(talks.items()):
+            known = 0 if turn == 0 else (len(prompt) - 3) // BLOCK * BLOCK  # less a user's 2 tokens, and the last one's
+            (cached,) = serve(core, ask(id, prompt, 7)).values()
+            assert cached >= known, (turn, id)
+            talks[id] = [*prompt, *engine.alone(prompt, 7), turn + 1, number + 1]
+
+
+def test_an_answer_keeps_one_snapshot() -> None:
+    core = core_of("recurrent", slots=4)
+    serve(core, ask("a", PREFIX, 40))
+    assert core.scheduler.cache._kinds[0].pool.cached == 2, "that of the prompt, and that of the answer"
 
 
 def test_one_that_arrives_waits_for_a_snapshot_that_another_will_leave() -> None:

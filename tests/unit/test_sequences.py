@@ -15,13 +15,20 @@ from tapeout.errors import RequestError
 from tests.chain_engine import ChainEngine
 
 SLOTS, MOST = 3, 24
-KINDS = {"paged": (True, False), "recurrent": (False, True), "both": (True, True)}
+# Whether there is paged state, and how many slots of recurrent state: a copy for each sequence, for one, and for none.
+KINDS = {
+    "paged": (True, 0),
+    "recurrent": (False, 2 * SLOTS),
+    "both": (True, 2 * SLOTS),
+    "one copy": (True, SLOTS + 1),
+    "no copies": (False, SLOTS),
+}
 
 
 def opened(kind: str) -> tuple[ChainEngine, Sequences]:
-    paged, recurrent = KINDS[kind]
-    engine = ChainEngine(blocks=SLOTS * MOST // 4 if paged else 0, slots=2 * SLOTS if recurrent else 0, max_tokens=MOST)
-    return engine, Sequences(engine)
+    paged, slots = KINDS[kind]
+    engine = ChainEngine(blocks=SLOTS * MOST // 4 if paged else 0, slots=slots, max_tokens=MOST)
+    return engine, Sequences(engine, SLOTS)
 
 
 def expected(engine: ChainEngine, tokens: list[int]) -> list[int]:

@@ -18,7 +18,6 @@ from engines.bundle import (
     GREEDY,
     NEXT_TOKENS,
     OFFSETS,
-    SEQUENCE_SLOTS,
     SLOTS,
     STARTS,
     EngineBundle,
@@ -30,7 +29,7 @@ from engines.state_slots import UNKNOWN, StateSlots
 from engines.step_inputs import StepPiece, check, not_finite, result_of, runs
 from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache, require_slots, zeros
 from tapeout.artifact import Artifact
-from tapeout.state import NO_SLOT, Recurrent, paged_buffers, recurrent_buffers
+from tapeout.state import NO_SLOT, SEQUENCE_SLOTS, Recurrent, paged_buffers, recurrent_buffers
 
 # A step is run in pieces of so many tokens: a long prompt then needs no more memory than a short one, and activations
 # stay in the processor's caches.

@@ -26,7 +26,8 @@ class ParityItem(Frozen):
 
     ``kl_sum``, ``kl_max`` and ``agree`` are of logits with every linear locked to the engine's output. ``errors``: of
     each of those linears, relative, over the document. ``position_error``: the largest one at any one position, of
-    ``position_linear``. ``free_*`` are of both running freely; None where that was not measured.
+    ``position_linear``. ``state_errors``: of the recurrent state that the document leaves, relative. ``free_*`` are of
+    both running freely; None where that was not measured.
     """
 
     doc_hash: str
@@ -37,6 +38,7 @@ class ParityItem(Frozen):
     errors: dict[str, float]
     position_error: float
     position_linear: str
+    state_errors: dict[str, float] = Field(default_factory=dict[str, float])
     free_kl_sum: float | None = None
     free_agree: int | None = None
 
@@ -67,7 +69,7 @@ class TableError(Frozen):
 class ParityReport(EvidenceRecord):
     artifact_type: ClassVar[str] = "ParityReport"
     remedy: ClassVar[str] = "run `dvc repro parity`"
-    schema_version: ClassVar[int] = 4
+    schema_version: ClassVar[int] = 5
     parent_roles: ClassVar[Roles] = {"candidate": ("EngineBundle",), "quantized": ("QuantizedModel",)}
 
     candidate: str
@@ -75,6 +77,7 @@ class ParityReport(EvidenceRecord):
     documents: int
     vocabulary: int  # of the candidate
     max_tokens: int  # of the candidate
+    states: tuple[str, ...] = ()  # recurrent state of the candidate, LAYER.TENSOR
     embedding: TableError
     head: TableError  # by the logits of all documents
 
@@ -90,6 +93,7 @@ class ParityBounds(DocumentBounds):
     max_parity_mean_error: float = Field(default=3e-4, gt=0, le=0.1)  # of all linears together
     max_parity_position_error: float = Field(default=0.05, gt=0, le=0.5)  # of any one linear at any one position
     max_parity_row_error: float = Field(default=0.01, gt=0, le=0.5)  # of any one row of embedding and head
+    max_parity_state_error: float = Field(default=1e-4, gt=0, le=0.1)  # relative, of any one state a document leaves
     max_parity_document_kl: float = Field(default=0.01, gt=0, le=0.5)  # mean over any one document
 
 
@@ -149,6 +153,7 @@ class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
                     bounds.max_parity_row_error,
                     "tables",
                 ),
+                *_state_checks(report, bounds.max_parity_state_error),
                 at_most(
                     "parity_document_kl",
                     "mean KL of the worst document, engine against quantized model, nats",
@@ -171,7 +176,10 @@ RULES: tuple[Rule[ParityItem], ...] = (
     ("have a mean KL above their largest", mean_above_largest),
     (
         "have no finite error",
-        lambda i: not i.errors or not all(0 <= e < math.inf for e in (*i.errors.values(), i.position_error)),
+        lambda i: (
+            not i.errors
+            or not all(0 <= e < math.inf for e in (*i.errors.values(), i.position_error, *i.state_errors.values()))
+        ),
     ),
 )
 
@@ -190,9 +198,24 @@ def _incomplete(report: Report[ParityReport, ParityItem]) -> list[str]:
     ]
     if items and (longest := max(item.tokens for item in items)) < record.max_tokens:
         problems.append(f"ParityReport reaches {longest} positions, of {record.max_tokens}")
+    if any(item.state_errors.keys() != set(record.states) for item in items):
+        problems.append("ParityReport does not compare every recurrent state on every document")
     if len({frozenset(item.errors) for item in items}) > 1:
         problems.append("ParityReport compares other linears on some documents than on others")
     return problems
+
+
+def _state_checks(report: Report[ParityReport, ParityItem], bound: float) -> list[Check]:
+    """None for a model without recurrent state."""
+    if not report.record.states:
+        return []
+    found = {
+        f"state {name} after {item.tokens} tokens of document {short(item.doc_hash)}": error
+        for item in report.items
+        for name, error in item.state_errors.items()
+    }
+    title = "largest relative error of a recurrent state, engine against quantized model"
+    return [at_most("parity_state_error", title, found, bound, "states")]
 
 
 def _worst(items: Sequence[ParityItem], condition: Condition) -> Check:

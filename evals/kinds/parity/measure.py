@@ -29,6 +29,8 @@ from tapeout.progress import ProgressBar
 if TYPE_CHECKING:
     from engines.target import Probe
 
+TINY = 1e-30
+
 
 def measure(context: Context, folder: Path) -> None:
     """The stage of `evals/kinds/parity/`."""
@@ -78,6 +80,7 @@ def parity(
         documents=len(items),
         vocabulary=rows.vocabulary,
         max_tokens=max_tokens,
+        states=tuple(items[0].state_errors),
         embedding=embedding,
         head=rows.error(),
         executed_on=executed_on,
@@ -168,6 +171,7 @@ def _compare_document(
         kl_max=float(kl.max()),
         agree=agree,
         errors={name: whole for name, (whole, _) in errors.items()},
+        state_errors=_state_errors(probe.states(), reference.states()),
         position_error=errors[position][1],
         position_linear=position,
     )
@@ -181,6 +185,27 @@ def _compare_document(
             "free_agree": int((unlocked.argmax(axis=1) == actual.argmax(axis=1)).sum()),
         }
     )
+
+
+def _state_errors(found: Mapping[str, FloatArray], expected: Mapping[str, Sequence[FloatArray]]) -> dict[str, float]:
+    """Of each recurrent state, the root mean square of its error over that of the state.
+
+    Given the same outputs of linears, both compute it in float32. A name has a number where a layer has several states
+    of it.
+    """
+    left = {name: iter(states) for name, states in expected.items()}
+    errors: dict[str, float] = {}
+    for name, state in found.items():
+        own = next(left.get(name.rpartition(".")[2].rstrip("0123456789"), iter(())), None)
+        if own is None or own.shape != state.shape:
+            raise EvidenceError(
+                f"{name} is {state.shape} in the engine and {None if own is None else own.shape} in the reference",
+                expected="the recurrent state of every layer, in both",
+                remedy="report the model: its state cannot be compared",
+            )
+        off, size = (float(np.square(values, dtype=np.float64).sum()) for values in (state - own, own))
+        errors[name] = math.sqrt(off / max(size, TINY))
+    return errors
 
 
 def _require_errors(errors: Mapping[str, tuple[float, float]]) -> None:

@@ -33,8 +33,11 @@ class Running(NamedTuple):
 
 
 def most_running(has: EngineCapabilities, settings: ServingSettings) -> int:
-    """Sequences that the engine has room for, up to those that the settings ask for."""
-    return min(settings.max_running, room_for(has, _longest(has, settings)))
+    """Sequences that the engine has room for, up to those that the settings ask for.
+
+    As the server's, each has one slot of recurrent state.
+    """
+    return min(settings.max_running, _room(has, settings))
 
 
 def drafted_tokens(has: EngineCapabilities, settings: ServingSettings) -> int:
@@ -45,7 +48,7 @@ def drafted_tokens(has: EngineCapabilities, settings: ServingSettings) -> int:
 def running_paths(candidate: Sequences, streams: Streams, settings: ServingSettings, log: ServedLog) -> None:
     has, ahead = candidate.engine.capabilities, settings.draft_tokens + 1
     most, longest = most_running(has, settings), _longest(has, settings)
-    engine = Sequences(candidate.engine, min(most + 1, room_for(has, longest)), longest)
+    engine = Sequences(candidate.engine, min(most + 1, _room(has, settings)), longest)
     running: list[Running] = []
     for number in range(most):
         length = max(1, min(1 + 11 * number % SPREAD, has.max_tokens - ahead))
@@ -59,6 +62,10 @@ def running_paths(candidate: Sequences, streams: Streams, settings: ServingSetti
     spare = most if engine.slots > most else None
     for number in ProgressBar(range(most), title="sequences fed again", unit="sequence"):
         spare = _resume(engine, running, number, spare, log)
+
+
+def _room(has: EngineCapabilities, settings: ServingSettings) -> int:
+    return room_for(has, _longest(has, settings), copies=False)
 
 
 def _longest(has: EngineCapabilities, settings: ServingSettings) -> int:

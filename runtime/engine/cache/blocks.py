@@ -94,6 +94,12 @@ class BlockPool:
             if self._changes is not None:
                 self._changes[key] = True
 
+    def forget(self, block: int, key: bytes) -> None:
+        """Free a cached block of this key. Nothing changes where it is held, or has been taken since."""
+        if block in self._cached and self._key.get(block) == key:
+            del self._cached[block], self._key[block], self._block[key]
+            self._free.append(block)
+
     def release(self, blocks: Sequence[int]) -> None:
         """One sequence gives these up, in the order of its positions. The last are the first to be taken again."""
         for block in reversed(blocks):

@@ -2,8 +2,10 @@
 
 Snapshots are kept at ends of blocks: at the last one of a prompt that leaves a token to compute, so that the same
 prompt finds it; where a prompt leaves what another kind of state still knows, so that the third such prompt finds it;
-and each ``snapshot_tokens``, if not 0. A grid alone finds little, as prefixes seldom end on it. A snapshot takes a slot
-that no sequence has, the least recently used, and is left out where there is none.
+at the last one of an answer so far, so that the next turn of a conversation goes on behind it; and each
+``snapshot_tokens``, if not 0. A grid alone finds little, as prefixes seldom end on it. A snapshot takes a slot that no
+sequence has, the least recently used, and is left out where there is none. That of an answer gives its slot to the next
+one of the same answer.
 """
 
 from __future__ import annotations
@@ -20,10 +22,15 @@ NEVER = 1 << 62  # a position
 
 @dataclass
 class _Plan:
-    """Of one sequence. ``done``: positions up to which its snapshots have slots, or have been left out."""
+    """Of one sequence. ``done``: positions up to which its snapshots have slots, or have been left out.
+
+    ``answer``: positions behind this one are of its answer. ``latest``: slot and key of the answer's last snapshot.
+    """
 
     done: int
     stops: tuple[int, ...]  # positions at which a snapshot is wanted
+    answer: int = NEVER
+    latest: tuple[int, bytes] | None = None
     source: int = NO_SLOT  # the snapshot that it resumes at, held until it is copied
 
 
@@ -76,7 +83,8 @@ class RecurrentState:
         lease.slot = taken[0]
         if plan.source != NO_SLOT:
             self._copies[lease.slot], plan.source = plan.source, NO_SLOT
-        plan.stops = *plan.stops, (tokens - 1) // self._size * self._size
+        plan.answer = (tokens - 1) // self._size * self._size
+        plan.stops = *plan.stops, plan.answer
         position = plan.done
         while (position := self._next(plan, position)) <= tokens:
             self._promised.setdefault(self._key(lease, position), lease)
@@ -85,6 +93,9 @@ class RecurrentState:
         plan = self._plans[lease]
         while (position := self._next(plan, plan.done)) <= end:
             plan.done = position
+            if plan.latest and not self._of_grid(position - self._size):
+                self.pool.forget(*plan.latest)
+                plan.latest = None
             if taken := self.pool.take(1):
                 lease.snapshots.append((position, taken[0]))
             else:
@@ -97,6 +108,8 @@ class RecurrentState:
             key = self._key(lease, position)
             self.pool.publish(slot, key)
             self.pool.release([slot])
+            if position > self._plans[lease].answer:
+                self._plans[lease].latest = slot, key
             self._withdraw(lease, [key])
         lease.snapshots = []
 
@@ -125,7 +138,11 @@ class RecurrentState:
     def _next(self, plan: _Plan, after: int) -> int:
         """The next position at which a snapshot of a sequence is wanted."""
         grid = (after // self._interval + 1) * self._interval if self._interval else NEVER
-        return min([grid, *(stop for stop in plan.stops if stop > after)])
+        answer = NEVER if plan.answer == NEVER else (max(after, plan.answer) // self._size + 1) * self._size
+        return min([grid, answer, *(stop for stop in plan.stops if stop > after)])
+
+    def _of_grid(self, position: int) -> bool:
+        return bool(self._interval) and position % self._interval == 0
 
     def _key(self, lease: Lease, position: int) -> bytes:
         return lease.keys[position // self._size - 1]

@@ -255,6 +255,7 @@ ENGINE_COUNTERS = (
     ("vllm:num_preemptions", "Requests that gave up their KV blocks.", "preemptions"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in KV blocks.", "prefix_queries"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in KV blocks.", "prefix_hits"),
+    ("tapeout:prefix_cache_lost", "Prompt tokens computed for want of a snapshot of recurrent state.", "prefix_lost"),
     ("vllm:spec_decode_num_drafts", "Times that tokens were drafted.", "drafts"),
     ("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.", "drafted_tokens"),
     ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "accepted_tokens"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
 
 NAME = "Attention"
 
@@ -53,6 +53,7 @@ class Attention:
     name = NAME
     functions = frozenset[str]()  # attention has an interface of its own
     before, after = "qkv", "o"
+    rates, rate_inputs = "", frozenset[int]()
 
     def function(self) -> ir.Function:
         from tapeout.operators.attention.function import attention_function
@@ -86,6 +87,9 @@ class Attention:
         from tapeout.operators.attention.in_torch import after_tokens
 
         return after_tokens(model, before)
+
+    def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def by_token(self, model: Any) -> AbstractContextManager[None]:
         return nullcontext()

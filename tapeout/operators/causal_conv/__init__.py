@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
     from tapeout.state import Recurrent
 
 NAME = "CausalConv"
@@ -47,6 +47,7 @@ class CausalConv:
     name = NAME
     functions = frozenset({"causal_conv1d_fn", "causal_conv1d_update"})
     before, after = "conv_in", "conv_out"
+    rates, rate_inputs = "", frozenset[int]()
 
     def function(self) -> ir.Function:
         from tapeout.operators.causal_conv.function import causal_conv_function
@@ -71,6 +72,11 @@ class CausalConv:
         from tapeout.operators.causal_conv.in_torch import conv_resumed
 
         return conv_resumed(model, before)
+
+    def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
+        from tapeout.operators.causal_conv.in_torch import conv_leaving
+
+        return conv_leaving(model, left)
 
     def by_token(self, model: Any) -> AbstractContextManager[None]:
         return nullcontext()

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tapeout.errors import ExportError
 from tapeout.operators import causal_conv
-from tapeout.operators.hub_functions import functions_replaced
-from tapeout.operators.operator import StateBefore, TracedState, Tracer
+from tapeout.operators.hub_functions import functions_replaced, hub_functions
+from tapeout.operators.operator import StateBefore, StateLeft, TracedState, Tracer
 
 FUNCTION = "causal_conv1d_fn"  # the one that models without a cache call
 
@@ -47,6 +47,18 @@ def conv_resumed(model: Any, before: StateBefore) -> AbstractContextManager[None
         return torch.nn.functional.conv1d(inputs, weight.unsqueeze(1), bias, groups=weight.shape[0])
 
     return functions_replaced(model, {FUNCTION: _as_called(convolve)})
+
+
+def conv_leaving(model: Any, left: StateLeft) -> AbstractContextManager[None]:
+    """See :meth:`tapeout.operators.operator.Operator.leaving`."""
+    convolutions = [vars(module)[name] for module, name in hub_functions(model).get(FUNCTION, [])]
+
+    def convolve(x: Tensor, weight: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        kept = int(weight.shape[1]) - 1
+        left(causal_conv.STATE, torch.nn.functional.pad(x, (kept, 0))[..., -kept:].transpose(1, 2))
+        return convolutions[0](x, weight, *arguments, **options)
+
+    return functions_replaced(model, {FUNCTION: convolve})
 
 
 def _as_called(convolve: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Callable[..., Tensor]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
 
 NAME = "Experts"
 UP_INPUT, DOWN_INPUT = 3, 4
@@ -50,6 +50,7 @@ class Experts:
     name = NAME
     functions = frozenset[str]()  # experts have an interface of their own
     before, after = "", ""  # a router that is rounded chooses other experts; experts write to the residual stream
+    rates, rate_inputs = "", frozenset[int]()
 
     def function(self) -> ir.Function:
         from tapeout.operators.experts.function import experts_function
@@ -71,6 +72,9 @@ class Experts:
         return nullcontext()
 
     def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
         return nullcontext()
 
     def by_token(self, model: Any) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
     from tapeout.state import Recurrent
 
 NAME = "GatedDelta"
@@ -31,6 +31,7 @@ class GatedDelta:
     name = NAME
     functions = frozenset({"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"})
     before, after = "delta_in", "delta_out"
+    rates, rate_inputs = "delta_rates", frozenset({3, 4})  # decay and beta
 
     def function(self) -> ir.Function:
         from tapeout.operators.gated_delta.function import gated_delta_function
@@ -55,6 +56,11 @@ class GatedDelta:
         from tapeout.operators.gated_delta.in_torch import delta_resumed
 
         return delta_resumed(model, before)
+
+    def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
+        from tapeout.operators.gated_delta.in_torch import delta_leaving
+
+        return delta_leaving(model, left)
 
     def by_token(self, model: Any) -> AbstractContextManager[None]:
         from tapeout.operators.gated_delta.in_torch import delta_by_token

@@ -19,7 +19,7 @@ from torch import Tensor
 from tapeout.errors import ExportError
 from tapeout.operators import gated_delta
 from tapeout.operators.hub_functions import functions_replaced, hub_functions
-from tapeout.operators.operator import StateBefore, TracedState, Tracer
+from tapeout.operators.operator import StateBefore, StateLeft, TracedState, Tracer
 
 FUNCTION = "chunk_gated_delta_rule"  # the one that models without a cache call
 BY_TOKEN = "fused_recurrent_gated_delta_rule"
@@ -63,6 +63,19 @@ def delta_resumed(model: Any, before: StateBefore) -> AbstractContextManager[Non
     """See :meth:`tapeout.operators.operator.Operator.resumed`."""
     calls = count()
     return _by_token(model, lambda: before(f"{gated_delta.STATE}{next(calls) or ''}"))
+
+
+def delta_leaving(model: Any, left: StateLeft) -> AbstractContextManager[None]:
+    """See :meth:`tapeout.operators.operator.Operator.leaving`."""
+    rules: list[Rule] = [vars(module)[name] for module, name in hub_functions(model).get(FUNCTION, [])]
+
+    def rule(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        output, state = rules[0](*arguments, **{**options, "output_final_state": True})
+        assert state is not None
+        left(gated_delta.STATE, state)
+        return output, state
+
+    return functions_replaced(model, {FUNCTION: rule})
 
 
 def _by_token(model: Any, initial: Callable[[], Tensor | None]) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
     from tapeout.state import Recurrent
 
 NAME = "SelectiveScan"
@@ -31,6 +31,7 @@ class SelectiveScan:
     name = NAME
     functions = frozenset({"mamba_chunk_scan_combined", "selective_state_update"})
     before, after = "scan_in", "scan_out"
+    rates, rate_inputs = "scan_rates", frozenset({3})  # the decay; values are multiplied by the time step, too
 
     def function(self) -> ir.Function:
         from tapeout.operators.selective_scan.function import selective_scan_function
@@ -55,6 +56,11 @@ class SelectiveScan:
         from tapeout.operators.selective_scan.in_torch import scan_resumed
 
         return scan_resumed(model, before)
+
+    def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
+        from tapeout.operators.selective_scan.in_torch import scan_leaving
+
+        return scan_leaving(model, left)
 
     def by_token(self, model: Any) -> AbstractContextManager[None]:
         """transformers' chunks differ from each other by rounding only: nothing is replaced."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from tapeout.errors import ExportError
 from tapeout.operators import selective_scan
 from tapeout.operators.hub_functions import functions_replaced, hub_functions
-from tapeout.operators.operator import StateBefore, TracedState, Tracer
+from tapeout.operators.operator import StateBefore, StateLeft, TracedState, Tracer
 
 FUNCTION = "mamba_chunk_scan_combined"  # the one for several tokens, which models without a cache call
 
@@ -72,6 +72,18 @@ def scan_resumed(model: Any, before: StateBefore) -> AbstractContextManager[None
     def scan(x: Tensor, *arguments: Any, **options: Any) -> Any:
         state = before(f"{selective_scan.STATE}{next(calls) or ''}").transpose(2, 3)
         return scans[0](x, *arguments, **{**options, "initial_states": state.expand(x.shape[0], -1, -1, -1)})
+
+    return functions_replaced(model, {FUNCTION: scan})
+
+
+def scan_leaving(model: Any, left: StateLeft) -> AbstractContextManager[None]:
+    """See :meth:`tapeout.operators.operator.Operator.leaving`."""
+    scans = [vars(module)[name] for module, name in hub_functions(model).get(FUNCTION, [])]
+
+    def scan(*arguments: Any, **options: Any) -> Any:
+        output, state = scans[0](*arguments, **{**options, "return_final_states": True})
+        left(selective_scan.STATE, state.transpose(2, 3))
+        return (output, state) if options.get("return_final_states") else output
 
     return functions_replaced(model, {FUNCTION: scan})
 
