@@ -10,7 +10,7 @@ CPU's compiler makes of it what ONNX Runtime is told (``cpu/declarations.py``), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DOMAIN = "tapeout.kernels"
 
@@ -47,6 +47,11 @@ _SEQUENCES = (  # of a step, as those of attention
 
 def _linear(name: str, *before: Argument, also: tuple[Argument, ...] = ()) -> KernelOperator:
     return KernelOperator(name, (*before, *_WEIGHT), (_Y, *also), "block_linear")
+
+
+def _of(name: str) -> tuple[Argument, ...]:
+    """A weight of experts."""
+    return tuple(replace(each, name=f"{name}_{each.name}") for each in _TABLE)
 
 
 def _recurrence(name: str, *after: Argument) -> KernelOperator:
@@ -117,6 +122,20 @@ _ALL = (
         ),
         (_Y,),
         "experts",
+    ),
+    KernelOperator(
+        "BlockExperts",
+        (
+            Argument("x"),  # [.., M, H]
+            Argument("index", ("int64",)),  # [M, k]: the experts of a token
+            Argument("weight"),  # [M, k]
+            *_of("up"),  # of E weights [U, H]: 16 gates, then 16 ups, and so on
+            *_of("down"),  # of E weights [H, I]
+            Argument("up_bias", optional=True),  # [E, tiles, 16]
+            Argument("down_bias", optional=True),
+        ),
+        (_Y,),
+        "block_experts",
     ),
     KernelOperator(
         "NormRows",

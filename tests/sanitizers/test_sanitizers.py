@@ -110,10 +110,10 @@ DEFECTS = {
         "cached_attention.c", "if (!memory) return 0;", "", "null pointer|SEGV|overflow|unknown-crash"
     ),
     "columns of padding are written": Defect(
-        "block_linear.c", "left >= TILE ? TILE : left > 0 ? left : 0,", "TILE,", "heap-buffer-overflow|expected"
+        "block_product.c", "left >= TILE ? TILE : left > 0 ? left : 0,", "TILE,", "heap-buffer-overflow|expected"
     ),
     "a bias is read beyond its end": Defect(
-        "block_linear.c", "load_first(w->bias + column, count)", "load(w->bias + column)", "heap-buffer-overflow"
+        "block_product.c", "load_first(w->bias + column, columns)", "load(w->bias + column)", "heap-buffer-overflow"
     ),
     "a masked load reads one lane too many": Defect(
         "vector.h",
@@ -128,14 +128,14 @@ DEFECTS = {
         "heap-buffer-overflow|expected",
     ),
     "a prefetch of one group of tokens goes beyond the weights": Defect(
-        "block_linear.c",
+        "block_product.c",
         "smaller(steps - w->codes + STREAM_AHEAD, last_steps)",
         "smaller(steps - w->codes + STREAM_AHEAD, last_steps + 64)",
         "heap-buffer-overflow",
     ),
     "the run after the last is prefetched": Defect(
-        "block_linear.c",
-        "smaller(end - first, w->tiles - stop)",
+        "block_product.c",
+        "smaller(end - first, w->tiles + w->after - stop)",
         "end - first",
         "heap-buffer-overflow",
     ),
@@ -200,16 +200,16 @@ DEFECTS = {
         "expected|AddressSanitizer|SEGV|runtime error",
     ),
     "two bits of 6-bit codes are exchanged": Defect(
-        "block_linear.c", "if (s % 4 == 3) high >>= 2;", "if (s % 4 == 3) high >>= 1;", "expected"
+        "block_product.c", "if (s % 4 == 3) high >>= 2;", "if (s % 4 == 3) high >>= 1;", "expected"
     ),
     "the high bit of a 5-bit code is that of an earlier step": Defect(
-        "block_linear.c", "shift_left(high, 4 - s % 8)", "shift_left(high, 5 - s % 8)", "expected"
+        "block_product.c", "shift_left(high, 4 - s % 8)", "shift_left(high, 5 - s % 8)", "expected"
     ),
     "the high bit of a 5-bit code is that of a later step": Defect(
-        "block_linear.c", "high >> (s % 8 - 4);", "high >> (s % 8 - 3);", "expected"
+        "block_product.c", "high >> (s % 8 - 4);", "high >> (s % 8 - 3);", "expected"
     ),
     "the sums of NaN overflow": Defect(
-        "block_linear.c", "largest <= FLT_MAX && inverse <= FLT_MAX", "1", "negation of"
+        "block_product.c", "largest <= FLT_MAX && inverse <= FLT_MAX", "1", "negation of"
     ),
     "blocks may be of any size": Defect("block_linear.c", "found.block > LARGEST_BLOCK", "0", "accepted"),
     "the last of equal logits is chosen": Defect(
@@ -332,8 +332,8 @@ DEFECTS = {
     ),
     "a constant of another shape is taken": Defect(
         "block_linear.c",
-        "holds(codes, UINT8, padded * k->K * k->bits / 8)",
-        "(k->codes.present || holds(codes, UINT8, padded * k->K * k->bits / 8))",
+        "is_block_weight(&k->shape, 1, codes, scales, zero_points)",
+        "(k->codes.present || is_block_weight(&k->shape, 1, codes, scales, zero_points))",
         "overflow|accepted",
     ),
     "a domain leaks": Defect(
