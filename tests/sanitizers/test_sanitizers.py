@@ -251,7 +251,7 @@ DEFECTS = {
         "causal_conv.c", "weight.dims[0] > MOST_TAPS ||", "", "out of bounds|accepted|AddressSanitizer"
     ),
     "an index may be one too large": Defect(
-        "experts.c", "w->index[i] >= w->experts", "w->index[i] > w->experts", "accepted|overflow"
+        "experts.h", "r->index[i] >= r->experts", "r->index[i] > r->experts", "accepted|overflow"
     ),
     "ups are read where gates are": Defect(
         "experts.c", "ups = gates + w->inner_tiles", "ups = gates", "Experts.*expected"
@@ -264,6 +264,42 @@ DEFECTS = {
     ),
     "the shares of a token are exchanged": Defect(
         "experts.c", "splat(w->weight[pair])", "splat(w->weight[(int64_t)token * w->chosen])", "Experts.*expected"
+    ),
+    "an expert has the scales of its neighbour": Defect(
+        "block_experts.c",
+        "scales = tiles * w.blocks",
+        "scales = expert / 2 * 2 * w.tiles * w.blocks",
+        "BlockExperts.*expected",
+    ),
+    "the first row of an expert is that of the one before": Defect(
+        "block_experts.c",
+        "some_rows(&w->rows, part.shape.K, begin, count)",
+        "some_rows(&w->rows, part.shape.K, begin ? begin - 1 : 0, count)",
+        "BlockExperts.*expected",
+    ),
+    "gates and ups are exchanged": Defect(
+        "block_experts.c", "load(from), load(from + TILE)", "load(from + TILE), load(from)", "BlockExperts.*expected"
+    ),
+    "a choice has the share of another": Defect(
+        "block_experts.c", "splat(w->share[choice])", "splat(w->share[token * r->chosen])", "BlockExperts.*expected"
+    ),
+    "a token has the answers of another": Defect(
+        "block_experts.c", "w->places[choice] * columns", "choice * columns", "BlockExperts.*expected"
+    ),
+    "only the first choice has a token's activations": Defect(
+        "block_experts.c",
+        "choice < w->routing.chosen; choice++",
+        "choice < 1; choice++",
+        "BlockExperts.*expected|Sanitizer",
+    ),
+    "biases of experts over codes are not checked": Defect(
+        "block_experts.c",
+        "!holds(&in[DOWN_BIAS], FLOAT, experts * padded_tiles(k->down.N) * TILE)",
+        "0",
+        "overflow|accepted",
+    ),
+    "a part of the outputs has the biases of the first": Defect(
+        "block_product.h", "part.bias += first * TILE", "part.bias += 0", "BlockExperts.*expected"
     ),
     "the last activations are read as a whole vector": Defect(
         "quantize_activations.c", "load_first(x + i, count - i)", "load(x + i)", "heap-buffer-overflow"
