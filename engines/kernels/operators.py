@@ -138,6 +138,12 @@ _ALL = (
         "block_experts",
     ),
     KernelOperator(
+        "FloatLinear",
+        (Argument("x"), Argument("weight"), Argument("bias", optional=True)),  # weight [tiles, K, 16], bias [N]
+        (_Y,),
+        "float_linear",
+    ),
+    KernelOperator(
         "NormRows",
         (Argument("x"), Argument("residual", optional=True), Argument("weight"), Argument("rows", ("int64",))),
         (_Y,),  # [P, K]

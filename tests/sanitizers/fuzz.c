@@ -592,6 +592,43 @@ static void check_conv(const Node* node) {
       }
 }
 
+/* --- linears in float ------------------------------------------------------------------------------------------- */
+
+static Node new_float_linear(void) {
+  Node node = {.what = "FloatLinear", .op = find_op("FloatLinear")};
+  Value* in = node.context.inputs;
+  const int64_t K = random_int(1, 70), N = random_int(1, 50);
+  node.M = random_int(0, 11), node.T = K, node.D = N;
+  new_value(&in[0], FLOAT, 3, (int64_t[]){1, node.M, K});
+  new_value(&in[1], FLOAT, 3, (int64_t[]){(N + 15) / 16, K, 16});
+  if (one_in(2)) new_value(&in[2], FLOAT, 1, &N);
+  for (int i = 0; i < 3; i++) {
+    if (in[i].present) fill_floats(&in[i], 1);
+    node.changed[i] = i < 2 ? ALL : LAST_AXIS | TYPE | ALIGNMENT;
+  }
+  if (node.M && one_in(6)) ((float*)in[0].data)[random_int(0, node.M * K - 1)] = NAN;
+  node.context.input_count = 3;
+  add_int(&node.info, "N", N);
+  return node;
+}
+
+static void check_float_linear(const Node* node) {
+  const Value* in = node->context.inputs;
+  const int64_t K = node->T, N = node->D;
+  for (int64_t row = 0; row < node->M; row++)
+    for (int64_t n = 0; n < N; n++) {
+      double sum = in[2].present ? ((float*)in[2].data)[n] : 0, size = fabs(sum);
+      for (int64_t k = 0; k < K; k++) {
+        const double weight = ((float*)in[1].data)[(n / 16 * K + k) * 16 + n % 16];
+        const double product = weight * ((float*)in[0].data)[row * K + k];
+        sum += product, size += fabs(product);
+      }
+      const float found = ((float*)node->context.outputs[0].data)[row * N + n];
+      if (isnan(sum) ? !isnan(found) : !(fabs(found - sum) <= size * (double)(K + 2) * ROUNDING))
+        fail("FloatLinear: output %d of row %d: %g, expected %g", (int)n, (int)row, found, sum);
+    }
+}
+
 /* --- experts ---------------------------------------------------------------------------------------------------- */
 
 enum { X, INDEX, SHARE, UP, DOWN, UP_BIAS, DOWN_BIAS, EXPERT_INPUTS };
@@ -1269,7 +1306,8 @@ static Node new_node(int64_t op) {
   if (op < 8) return op == 4 ? new_gather() : new_attention();
   if (op == 8) return new_quantize();
   if (op < 11) return op == 9 ? new_norm_rows() : new_conv();
-  return op == 11 ? new_experts() : new_block_experts();
+  if (op == 11) return new_experts();
+  return op == 12 ? new_block_experts() : new_float_linear();
 }
 static void check_node(Node* node) {
   write_results(node);
@@ -1287,6 +1325,8 @@ static void check_node(Node* node) {
     check_experts(node);
   else if (!strcmp(node->what, "BlockExperts"))
     check_block_experts(node);
+  else if (!strcmp(node->what, "FloatLinear"))
+    check_float_linear(node);
   else
     check_linear(node);
 }
@@ -1303,7 +1343,7 @@ static int64_t random_thing(const Node* node) {
 }
 
 static int is_linear(const Node* node) {
-  return strstr(node->what, "Linear") != NULL;
+  return strstr(node->what, "Linear") != NULL && strcmp(node->what, "FloatLinear") != 0;
 }
 
 static void run_case(int64_t counts[4]) {
@@ -1315,7 +1355,7 @@ static void run_case(int64_t counts[4]) {
     counts[1]++;
     return;
   }
-  Node node = new_node(random_int(0, 12));
+  Node node = new_node(random_int(0, 13));
   const int64_t way = random_int(0, 9);
   use_threads = one_in(12);
   choose_threads_at_start = running_case % 4 == 0;

@@ -211,7 +211,7 @@ DEFECTS = {
     "the sums of NaN overflow": Defect(
         "block_product.c", "largest <= FLT_MAX && inverse <= FLT_MAX", "1", "negation of"
     ),
-    "blocks may be of any size": Defect("block_linear.c", "found.block > LARGEST_BLOCK", "0", "accepted"),
+    "blocks may be of any size": Defect("block_linear.c", "found.shape.block > LARGEST_BLOCK", "0", "accepted"),
     "the last of equal logits is chosen": Defect(
         "block_linear.c", "found[part].value > max.value", "found[part].value >= max.value", "chose"
     ),
@@ -250,6 +250,12 @@ DEFECTS = {
     "there may be any number of taps": Defect(
         "causal_conv.c", "weight.dims[0] > MOST_TAPS ||", "", "out of bounds|accepted|AddressSanitizer"
     ),
+    "the weight of a router is not checked": Defect(
+        "float_linear.c", "weight.dims[1] != K ||", "", "overflow|accepted"
+    ),
+    "the last outputs of a router are a whole vector": Defect(
+        "float_linear.c", "left < LANES ? left : LANES;", "LANES;", "heap-buffer-overflow"
+    ),
     "an index may be one too large": Defect(
         "experts.h", "r->index[i] >= r->experts", "r->index[i] > r->experts", "accepted|overflow"
     ),
@@ -258,7 +264,7 @@ DEFECTS = {
     ),
     "the bias of experts is not checked": Defect(
         "experts.c",
-        "(down_bias.present && !holds(&down_bias, FLOAT, w.experts * w.hidden_tiles * LANES))",
+        "(down_bias.present && !holds(&down_bias, FLOAT, r->experts * w.hidden_tiles * LANES))",
         "0",
         "overflow|accepted",
     ),

@@ -10,8 +10,9 @@
    The tokens of a step are grouped by expert, so that the weights of an expert are read once. A sum over channels begins at
    the bias and takes them in their order, whatever other tokens there are: a token's bits depend on nothing else. */
 #include "experts.h"
+#include "float_tiles.h"
 
-enum { MAX_RANK = 8, AT_ONCE = 4 /* tiles of a job */, TOKENS = 4 /* of a group that reads a tile together */ };
+enum { MAX_RANK = 8, AT_ONCE = 4 /* tiles of a job */ };
 
 typedef struct {
   Base base;
@@ -29,27 +30,6 @@ typedef struct {
   float *inner, *answers, *y; /* inner [pairs, I], answers [pairs, H], whole tiles each */
 } Work;
 
-/* Dot products of up to TOKENS rows with one tile of weights [K, 16]. */
-INLINE void multiply_some(const float* tile, const float* const* rows, int64_t K, F32x16 bias, F32x16* sums,
-                          const int count) {
-  F32x16 sum[TOKENS];
-  EACH (int t = 0; t < count; t++) sum[t] = bias;
-  for (int64_t k = 0; k < K; k++) {
-    const F32x16 weights = load(tile + k * LANES);
-    EACH (int t = 0; t < count; t++) sum[t] = vfma(splat(rows[t][k]), weights, sum[t]);
-  }
-  EACH (int t = 0; t < count; t++) sums[t] = sum[t];
-}
-
-static void multiply(const float* tile, const float* const* rows, int64_t K, F32x16 bias, F32x16* sums, int64_t count) {
-  switch (count) {
-    case 1: multiply_some(tile, rows, K, bias, sums, 1); break;
-    case 2: multiply_some(tile, rows, K, bias, sums, 2); break;
-    case 3: multiply_some(tile, rows, K, bias, sums, 3); break;
-    default: multiply_some(tile, rows, K, bias, sums, TOKENS);
-  }
-}
-
 static F32x16 bias_of(const float* biases, int64_t tile) {
   return biases ? load(biases + tile * LANES) : splat(0);
 }
@@ -62,10 +42,10 @@ static void up_job(void* state, size_t number) {
   const int64_t end = first + AT_ONCE < w->inner_tiles ? first + AT_ONCE : w->inner_tiles, K = w->H;
   for (int64_t tile = first; tile < end; tile++) {
     const int64_t gates = expert * w->up_tiles + tile, ups = gates + w->inner_tiles;
-    for (int64_t at = r->begins[expert]; at < r->begins[expert + 1]; at += TOKENS) {
-      const int64_t left = r->begins[expert + 1] - at, count = left < TOKENS ? left : TOKENS;
-      const float* rows[TOKENS];
-      F32x16 gate[TOKENS], up[TOKENS];
+    for (int64_t at = r->begins[expert]; at < r->begins[expert + 1]; at += ROWS) {
+      const int64_t left = r->begins[expert + 1] - at, count = left < ROWS ? left : ROWS;
+      const float* rows[ROWS];
+      F32x16 gate[ROWS], up[ROWS];
       for (int64_t t = 0; t < count; t++) rows[t] = w->x + r->order[at + t] / r->chosen * K;
       multiply(w->up + gates * K * LANES, rows, K, bias_of(w->up_bias, gates), gate, count);
       if (w->up_tiles > w->inner_tiles) multiply(w->up + ups * K * LANES, rows, K, bias_of(w->up_bias, ups), up, count);
@@ -86,10 +66,10 @@ static void down_job(void* state, size_t number) {
   const int64_t end = first + AT_ONCE < w->hidden_tiles ? first + AT_ONCE : w->hidden_tiles, K = w->I;
   for (int64_t tile = first; tile < end; tile++) {
     const int64_t place = expert * w->hidden_tiles + tile;
-    for (int64_t at = r->begins[expert]; at < r->begins[expert + 1]; at += TOKENS) {
-      const int64_t left = r->begins[expert + 1] - at, count = left < TOKENS ? left : TOKENS;
-      const float* rows[TOKENS];
-      F32x16 sums[TOKENS];
+    for (int64_t at = r->begins[expert]; at < r->begins[expert + 1]; at += ROWS) {
+      const int64_t left = r->begins[expert + 1] - at, count = left < ROWS ? left : ROWS;
+      const float* rows[ROWS];
+      F32x16 sums[ROWS];
       for (int64_t t = 0; t < count; t++) rows[t] = w->inner + r->order[at + t] * w->inner_tiles * LANES;
       multiply(w->down + place * K * LANES, rows, K, bias_of(w->down_bias, place), sums, count);
       for (int64_t t = 0; t < count; t++)
