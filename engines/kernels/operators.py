@@ -154,3 +154,4 @@ _ALL = (
     ),
 )
 OPERATORS = {operator.name: operator for operator in _ALL}
+EXPERTS = frozenset({"Experts", "BlockExperts"})  # a step reads the experts that its tokens choose

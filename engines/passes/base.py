@@ -51,9 +51,7 @@ class _OutByIn:
 
     def linear(self, name: str) -> QuantizedWeight | NDArray[np.float32]:
         found = self._stored.linear(name)
-        if isinstance(found, QuantizedWeight) or name not in self._names:
-            return found
-        return np.swapaxes(found, -1, -2)  # of each expert, where a weight is that of experts
+        return found.T if name in self._names and not isinstance(found, QuantizedWeight) else found
 
     def weight(self, name: str) -> NDArray[np.float32]:
         found = self.linear(name)

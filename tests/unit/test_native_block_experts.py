@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.compile import step_bytes
 from engines.kernels import cpu as native
 from engines.passes.onnxruntime import native_experts
 from engines.sessions import cpu_options, open_session
@@ -198,6 +199,17 @@ def test_a_token_is_the_same_to_the_bit_alone_in_any_batch_and_on_any_threads(
     for part in np.array_split(draw.permutation(tokens), draw.integers(1, 5)):
         if len(part):
             assert (run(kept(bits, threads), x[part], index[part], share[part]) == alone[part]).all()
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    """Two of six at one token; nearly all at many."""
+    model = experts_model(ExpertGate("silu"), *weights(Scheme(bits=8, group_size=32), True))
+    held = [v for v in model.graph.initializers.values() if v.uses()]
+    every = sum(v.const_value.nbytes for v in held if v.const_value is not None)
+    assert step_bytes(model) == every  # how many are chosen is not known
+    model.graph.inputs[1].shape = ir.Shape(["tokens", 2])
+    assert step_bytes(model) == every // 3
+    assert step_bytes(model, 4) == round(every * (1 - (2 / 3) ** 4)) and step_bytes(model, 64) == every
 
 
 def test_more_tokens_than_are_computed_at_once_are_the_same_to_the_bit() -> None:

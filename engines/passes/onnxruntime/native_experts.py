@@ -72,7 +72,7 @@ class _Projection:
     shape: tuple[int, int, int]  # [E, N, K]
     parts: int  # 2: gates and ups
     interleaved: bool
-    transposed: bool  # floats, as they are read
+    transposed: bool  # floats; codes have the rows of the operator's input
 
     @classmethod
     def of(cls, lowering: Lowering, node: ir.Node, number: int, gate: ExpertGate) -> _Projection:
@@ -90,7 +90,7 @@ class _Projection:
             shape=(experts, outputs, columns),
             parts=parts,
             interleaved=parts == 2 and gate.interleaved,
-            transposed=group is None and _is_transposed(value),
+            transposed=_is_transposed(value),
         )
 
     def read(self, lowering: Lowering) -> QuantizedWeight | NDArray[np.float32]:
