@@ -144,6 +144,12 @@ _ALL = (
         "float_linear",
     ),
     KernelOperator(
+        "ChooseExperts",
+        (Argument("logits"),),  # [M, E]
+        (Argument("index", ("int64",)), Argument("weight")),  # [M, k]
+        "choose_experts",
+    ),
+    KernelOperator(
         "NormRows",
         (Argument("x"), Argument("residual", optional=True), Argument("weight"), Argument("rows", ("int64",))),
         (_Y,),  # [P, K]

@@ -629,6 +629,50 @@ static void check_float_linear(const Node* node) {
     }
 }
 
+/* --- routers ----------------------------------------------------------------------------------------------------- */
+
+static Node new_choice(void) {
+  Node node = {.what = "ChooseExperts", .op = find_op("ChooseExperts")};
+  Value* in = node.context.inputs;
+  node.T = random_int(1, 40), node.M = random_int(0, one_in(20) ? 200 : 9), node.columns = random_int(1, node.T);
+  node.packed = one_in(2) /* normalized */, node.window = one_in(2) /* after */;
+  new_value(&in[0], FLOAT, 2, (int64_t[]){node.M, node.T});
+  fill_floats(&in[0], 3);
+  node.changed[0] = TYPE | PRESENCE | ALIGNMENT;
+  if (node.M && one_in(6))
+    for (int64_t i = 0; i < node.T; i++) ((float*)in[0].data)[i] = NAN;
+  node.context.input_count = 1;
+  add_int(&node.info, "chosen", node.columns), add_int(&node.info, "normalized", node.packed);
+  add_int(&node.info, "after", node.window);
+  return node;
+}
+
+static void check_choice(const Node* node) {
+  const int64_t E = node->T, k = node->columns;
+  for (int64_t row = 0; row < node->M; row++) {
+    const float* x = (float*)node->context.inputs[0].data + row * E;
+    const int64_t* index = (int64_t*)node->context.outputs[0].data + row * k;
+    const float* weight = (float*)node->context.outputs[1].data + row * k;
+    double all = 0, of_chosen = 0;
+    for (int64_t e = 0; e < E; e++) all += exp((double)x[e]);
+    for (int64_t c = 0; c < k; c++) {
+      if (index[c] < 0 || index[c] >= E) fail("ChooseExperts: expert %d of %d", (int)index[c], (int)E);
+      of_chosen += exp((double)x[index[c]]);
+      for (int64_t i = 0; i < c; i++)
+        if (index[i] == index[c]) fail("ChooseExperts: an expert twice");
+    }
+    for (int64_t c = 0; c < k; c++) {
+      /* Logits that differ may have equal shares. */
+      const double wanted = exp((double)x[index[c]]) / (node->packed || node->window ? of_chosen : all);
+      if (isnan(wanted) ? !isnan(weight[c]) : !(fabs(weight[c] - wanted) <= 2e-6 * wanted))
+        fail("ChooseExperts: weight %d of row %d: %g, expected %g", (int)c, (int)row, weight[c], wanted);
+      int larger = 0;
+      for (int64_t e = 0; e < E; e++) larger += x[e] > x[index[c]] + 1e-5f;
+      if (larger > c) fail("ChooseExperts: %d experts are before choice %d", larger, (int)c);
+    }
+  }
+}
+
 /* --- experts ---------------------------------------------------------------------------------------------------- */
 
 enum { X, INDEX, SHARE, UP, DOWN, UP_BIAS, DOWN_BIAS, EXPERT_INPUTS };
@@ -1099,7 +1143,9 @@ static const char* malform(Node* node, int64_t thing) {
       attribute->name = "absent";
       return "a missing attribute";
     }
-    if (!strcmp(attribute->name, "gated")) return NULL;
+    if (!strcmp(attribute->name, "gated") || !strcmp(attribute->name, "normalized") ||
+        !strcmp(attribute->name, "after"))
+      return NULL;
     if (strstr(attribute->name, "half_scales")) {
       attribute->i = !attribute->i;
       return "another half_scales";
@@ -1307,7 +1353,8 @@ static Node new_node(int64_t op) {
   if (op == 8) return new_quantize();
   if (op < 11) return op == 9 ? new_norm_rows() : new_conv();
   if (op == 11) return new_experts();
-  return op == 12 ? new_block_experts() : new_float_linear();
+  if (op == 12) return new_block_experts();
+  return op == 13 ? new_float_linear() : new_choice();
 }
 static void check_node(Node* node) {
   write_results(node);
@@ -1327,6 +1374,8 @@ static void check_node(Node* node) {
     check_block_experts(node);
   else if (!strcmp(node->what, "FloatLinear"))
     check_float_linear(node);
+  else if (!strcmp(node->what, "ChooseExperts"))
+    check_choice(node);
   else
     check_linear(node);
 }
@@ -1355,7 +1404,7 @@ static void run_case(int64_t counts[4]) {
     counts[1]++;
     return;
   }
-  Node node = new_node(random_int(0, 13));
+  Node node = new_node(random_int(0, 14));
   const int64_t way = random_int(0, 9);
   use_threads = one_in(12);
   choose_threads_at_start = running_case % 4 == 0;

@@ -250,6 +250,15 @@ DEFECTS = {
     "there may be any number of taps": Defect(
         "causal_conv.c", "weight.dims[0] > MOST_TAPS ||", "", "out of bounds|accepted|AddressSanitizer"
     ),
+    "a token gets one expert twice": Defect(
+        "choose_experts.c", "taken |= index[i] == e;", "taken |= 0;", "ChooseExperts: an expert twice"
+    ),
+    "one expert less is chosen among": Defect(
+        "choose_experts.c", "choose(x, E, chosen", "choose(x, E - (E > chosen), chosen", "ChooseExperts: .* experts are"
+    ),
+    "weights are not normalized": Defect(
+        "choose_experts.c", "values[c] /= sum", "values[c] /= 1", "ChooseExperts: weight"
+    ),
     "the weight of a router is not checked": Defect(
         "float_linear.c", "weight.dims[1] != K ||", "", "overflow|accepted"
     ),
