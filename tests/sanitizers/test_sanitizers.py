@@ -257,13 +257,13 @@ DEFECTS = {
         "choose_experts.c", "choose(x, E, chosen", "choose(x, E - (E > chosen), chosen", "ChooseExperts: .* experts are"
     ),
     "weights are not normalized": Defect(
-        "choose_experts.c", "values[c] /= sum", "values[c] /= 1", "ChooseExperts: weight"
+        "choose_experts.c", "values[c] /= sum", "values[c] /= sum > 0 ? 1 : sum", "ChooseExperts: weight"
     ),
     "the weight of a router is not checked": Defect(
         "float_linear.c", "weight.dims[1] != K ||", "", "overflow|accepted"
     ),
     "the last outputs of a router are a whole vector": Defect(
-        "float_linear.c", "left < LANES ? left : LANES;", "LANES;", "heap-buffer-overflow"
+        "float_linear.c", "left < LANES ? left : LANES;", "left < 0 ? left : LANES;", "heap-buffer-overflow"
     ),
     "an index may be one too large": Defect(
         "experts.h", "r->index[i] >= r->experts", "r->index[i] > r->experts", "accepted|overflow"
