@@ -278,7 +278,10 @@ DEFECTS = {
         "overflow|accepted",
     ),
     "the shares of a token are exchanged": Defect(
-        "experts.c", "splat(w->weight[pair])", "splat(w->weight[(int64_t)token * w->chosen])", "Experts.*expected"
+        "experts.c",
+        "splat(w->weight[pair])",
+        "splat(w->weight[(int64_t)token * w->routing.chosen])",
+        "Experts.*expected",
     ),
     "an expert has the scales of its neighbour": Defect(
         "block_experts.c",
