@@ -116,7 +116,7 @@ class LoweredRecord(Record):
     operator_counts: dict[str, int]  # operator -> nodes
     passes: tuple[PassReport, ...]
     weight_bytes: int
-    step_bytes: int  # weights that a decode step at batch 1 reads: all but the embedding
+    step_bytes: int  # weights that a decode step at batch 1 reads: all but the embedding, and experts not chosen
     plan: dict[str, str]  # linear group -> operator and scheme
     linear_outputs: tuple[LinearOutput, ...]
     stop_tokens: tuple[int, ...]

@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 
 from engines.bundle import TEXT_FILES, IOContract, LoweredRecord, PassReport
 from engines.graph_check import check
-from engines.passes.base import INLINE_BYTES, QDQ, Lowering, Pass, Weights, defer
+from engines.kernels.operators import DOMAIN as KERNELS
+from engines.kernels.operators import EXPERTS
+from engines.passes.base import INLINE_BYTES, QDQ, Lowering, Pass, Weights, defer, dimension
 from engines.target import RecordT, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
 from tapeout.operators import DOMAIN, PAST, graph_state
+from tapeout.operators.experts import share_read
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
@@ -245,13 +248,27 @@ def _bytes_of(tensor: ir.TensorProtocol) -> memoryview:
     return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
 
 
-def step_bytes(model: ir.Model) -> int:
-    """Bytes of every initializer that a step reads whole. Gathering from an embedding reads few rows: not counted."""
-    return sum(
-        value.const_value.nbytes
-        for value in model.graph.initializers.values()
-        if value.const_value is not None and not all("Gather" in use.node.op_type for use in value.uses())
+def step_bytes(model: ir.Model, tokens: int = 1) -> int:
+    """Bytes that a step of so many tokens reads of initializers.
+
+    Gathering from an embedding reads few rows: not counted. Of experts those that a step is expected to choose.
+    """
+    return round(
+        sum(
+            value.const_value.nbytes * _share_read(value, tokens)
+            for value in model.graph.initializers.values()
+            if value.const_value is not None and not all("Gather" in use.node.op_type for use in value.uses())
+        )
     )
+
+
+def _share_read(weight: ir.Value, tokens: int) -> float:
+    readers = [use.node for use in weight.uses()]
+    if not readers or any(node.domain != KERNELS or node.op_type not in EXPERTS for node in readers):
+        return 1.0
+    index, experts = readers[0].inputs[1], dimension(weight, 0)
+    chosen = index.shape[1] if index is not None and index.shape is not None else None
+    return share_read(tokens, chosen, experts) if isinstance(chosen, int) else 1.0
 
 
 def _require_precision(reports: Sequence[PassReport], precision: str) -> None:

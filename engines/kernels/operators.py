@@ -10,7 +10,7 @@ CPU's compiler makes of it what ONNX Runtime is told (``cpu/declarations.py``), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DOMAIN = "tapeout.kernels"
 
@@ -47,6 +47,11 @@ _SEQUENCES = (  # of a step, as those of attention
 
 def _linear(name: str, *before: Argument, also: tuple[Argument, ...] = ()) -> KernelOperator:
     return KernelOperator(name, (*before, *_WEIGHT), (_Y, *also), "block_linear")
+
+
+def _of(name: str) -> tuple[Argument, ...]:
+    """A weight of experts."""
+    return tuple(replace(each, name=f"{name}_{each.name}") for each in _TABLE)
 
 
 def _recurrence(name: str, *after: Argument) -> KernelOperator:
@@ -119,6 +124,32 @@ _ALL = (
         "experts",
     ),
     KernelOperator(
+        "BlockExperts",
+        (
+            Argument("x"),  # [.., M, H]
+            Argument("index", ("int64",)),  # [M, k]: the experts of a token
+            Argument("weight"),  # [M, k]
+            *_of("up"),  # of E weights [U, H]: 16 gates, then 16 ups, and so on
+            *_of("down"),  # of E weights [H, I]
+            Argument("up_bias", optional=True),  # [E, tiles, 16]
+            Argument("down_bias", optional=True),
+        ),
+        (_Y,),
+        "block_experts",
+    ),
+    KernelOperator(
+        "FloatLinear",
+        (Argument("x"), Argument("weight"), Argument("bias", optional=True)),  # weight [tiles, K, 16], bias [N]
+        (_Y,),
+        "float_linear",
+    ),
+    KernelOperator(
+        "ChooseExperts",
+        (Argument("logits"),),  # [M, E]
+        (Argument("index", ("int64",)), Argument("weight")),  # [M, k]
+        "choose_experts",
+    ),
+    KernelOperator(
         "NormRows",
         (Argument("x"), Argument("residual", optional=True), Argument("weight"), Argument("rows", ("int64",))),
         (_Y,),  # [P, K]
@@ -129,3 +160,4 @@ _ALL = (
     ),
 )
 OPERATORS = {operator.name: operator for operator in _ALL}
+EXPERTS = frozenset({"Experts", "BlockExperts"})  # a step reads the experts that its tokens choose

@@ -78,7 +78,7 @@ IDLE = {
 }
 
 # Of layers that none of these families has.
-OTHER_LAYERS = {"transposes", "recurrences", "recurrent_conv", "native_experts"}
+OTHER_LAYERS = {"transposes", "recurrences", "recurrent_conv", "native_experts", "routers"}
 
 # What a sentence of a report begins with, if anything: what users know, no names that only the exporter knows.
 SUBJECT = re.compile(

@@ -133,8 +133,8 @@ typedef struct {
   Info info;
   Context context;
   int64_t changed[MOST_INPUTS]; /* whether another last axis, type or presence of an input is malformed, bit by bit */
-  Weights weights;
-  int64_t M, values; /* of linears */
+  Weights weights, down;        /* down: of experts, whose ups and gates are `weights` */
+  int64_t M, values;            /* of linears */
   int kind;
   int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, packed; /* of attention */
   int bits, cache; /* of its cache: of a channel, and the type */
@@ -148,7 +148,7 @@ enum { LAST_AXIS = 1, TYPE = 2, PRESENCE = 4, ALIGNMENT = 8, ALL = 15 };
 
 static void release_node(Node* node) {
   release_context(&node->context);
-  release_weights(&node->weights);
+  release_weights(&node->weights), release_weights(&node->down);
   release_value(&node->key_cache), release_value(&node->value_cache), release_value(&node->state);
 }
 
@@ -278,9 +278,8 @@ static void release_token(Token* t) {
   free(t->exact), free(t->codes), free(t->near_tie), free(t->largest);
 }
 
-static void round_token(const Node* node, int64_t token, double slack, Token* t) {
-  const Weights* w = &node->weights;
-  activations(node, token, t->exact);
+/* Of a token whose exact activations are known. */
+static void round_exact(const Weights* w, double slack, Token* t) {
   t->finite = 1;
   for (int64_t i = 0; i < w->K; i++) t->finite &= isfinite(t->exact[i]) != 0;
   for (int64_t b = 0; b < w->blocks && t->finite; b++) {
@@ -297,6 +296,31 @@ static void round_token(const Node* node, int64_t token, double slack, Token* t)
   }
 }
 
+static void round_token(const Node* node, int64_t token, double slack, Token* t) {
+  activations(node, token, t->exact);
+  round_exact(&node->weights, slack, t);
+}
+
+/* Output n of rounded activations; the sum of what was added up, and what other roundings could change. */
+static double coded_dot(const Weights* w, int64_t n, const Token* t, double* size, double* flips) {
+  double sum = 0;
+  *size = *flips = 0;
+  for (int64_t b = 0; b < w->blocks && t->finite; b++) {
+    const double scale = w->scales[n * w->blocks + b];
+    const int zero_point = w->zero_points[n * w->blocks + b];
+    const float largest = t->largest[b];
+    double term = 0;
+    for (int64_t i = b * w->block; i < (b + 1) * w->block; i++) {
+      const int weight = w->codes[n * w->K + i] - zero_point;
+      term += t->codes[i] * weight;
+      if (t->near_tie[i]) *flips += fabs(weight * scale) * largest / 127;
+    }
+    sum += term * scale * (largest / 127);
+    *size += fabs(term * scale * (largest / 127));
+  }
+  return sum;
+}
+
 static void check_linear_token(const Node* node, int64_t token, const float* y, Token* t) {
   const Weights* w = &node->weights;
   const Value* bias = &node->context.inputs[node->context.input_count - 1];
@@ -304,20 +328,7 @@ static void check_linear_token(const Node* node, int64_t token, const float* y, 
   const double slack = exact ? 0 : MADE;
   round_token(node, token, slack, t);
   for (int64_t n = 0; n < w->N; n++) {
-    double sum = 0, size = 0, flips = 0;
-    for (int64_t b = 0; b < w->blocks && t->finite; b++) {
-      const double scale = w->scales[n * w->blocks + b];
-      const int zero_point = w->zero_points[n * w->blocks + b];
-      const float largest = t->largest[b];
-      double term = 0;
-      for (int64_t i = b * w->block; i < (b + 1) * w->block; i++) {
-        const int weight = w->codes[n * w->K + i] - zero_point;
-        term += t->codes[i] * weight;
-        if (t->near_tie[i]) flips += fabs(weight * scale) * largest / 127;
-      }
-      sum += term * scale * (largest / 127);
-      size += fabs(term * scale * (largest / 127));
-    }
+    double size, flips, sum = coded_dot(w, n, t, &size, &flips);
     if (bias->present) sum += ((const float*)bias->data)[n], size += fabs(((const float*)bias->data)[n]);
     if (!t->finite) {
       if (isfinite(y[n])) fail("%s: token %d, output %d: NaN is lost", node->what, (int)token, (int)n);
@@ -581,6 +592,87 @@ static void check_conv(const Node* node) {
       }
 }
 
+/* --- linears in float ------------------------------------------------------------------------------------------- */
+
+static Node new_float_linear(void) {
+  Node node = {.what = "FloatLinear", .op = find_op("FloatLinear")};
+  Value* in = node.context.inputs;
+  const int64_t K = random_int(1, 70), N = random_int(1, 50);
+  node.M = random_int(0, 11), node.T = K, node.D = N;
+  new_value(&in[0], FLOAT, 3, (int64_t[]){1, node.M, K});
+  new_value(&in[1], FLOAT, 3, (int64_t[]){(N + 15) / 16, K, 16});
+  if (one_in(2)) new_value(&in[2], FLOAT, 1, &N);
+  for (int i = 0; i < 3; i++) {
+    if (in[i].present) fill_floats(&in[i], 1);
+    node.changed[i] = i < 2 ? ALL : LAST_AXIS | TYPE | ALIGNMENT;
+  }
+  if (node.M && one_in(6)) ((float*)in[0].data)[random_int(0, node.M * K - 1)] = NAN;
+  node.context.input_count = 3;
+  add_int(&node.info, "N", N);
+  return node;
+}
+
+static void check_float_linear(const Node* node) {
+  const Value* in = node->context.inputs;
+  const int64_t K = node->T, N = node->D;
+  for (int64_t row = 0; row < node->M; row++)
+    for (int64_t n = 0; n < N; n++) {
+      double sum = in[2].present ? ((float*)in[2].data)[n] : 0, size = fabs(sum);
+      for (int64_t k = 0; k < K; k++) {
+        const double weight = ((float*)in[1].data)[(n / 16 * K + k) * 16 + n % 16];
+        const double product = weight * ((float*)in[0].data)[row * K + k];
+        sum += product, size += fabs(product);
+      }
+      const float found = ((float*)node->context.outputs[0].data)[row * N + n];
+      if (isnan(sum) ? !isnan(found) : !(fabs(found - sum) <= size * (double)(K + 2) * ROUNDING))
+        fail("FloatLinear: output %d of row %d: %g, expected %g", (int)n, (int)row, found, sum);
+    }
+}
+
+/* --- routers ----------------------------------------------------------------------------------------------------- */
+
+static Node new_choice(void) {
+  Node node = {.what = "ChooseExperts", .op = find_op("ChooseExperts")};
+  Value* in = node.context.inputs;
+  node.T = random_int(1, 40), node.M = random_int(0, one_in(20) ? 200 : 9), node.columns = random_int(1, node.T);
+  node.packed = one_in(2) /* normalized */, node.window = one_in(2) /* after */;
+  new_value(&in[0], FLOAT, 2, (int64_t[]){node.M, node.T});
+  fill_floats(&in[0], 3);
+  node.changed[0] = TYPE | PRESENCE | ALIGNMENT;
+  if (node.M && one_in(6))
+    for (int64_t i = 0; i < node.T; i++) ((float*)in[0].data)[i] = NAN;
+  node.context.input_count = 1;
+  add_int(&node.info, "chosen", node.columns), add_int(&node.info, "normalized", node.packed);
+  add_int(&node.info, "after", node.window);
+  return node;
+}
+
+static void check_choice(const Node* node) {
+  const int64_t E = node->T, k = node->columns;
+  for (int64_t row = 0; row < node->M; row++) {
+    const float* x = (float*)node->context.inputs[0].data + row * E;
+    const int64_t* index = (int64_t*)node->context.outputs[0].data + row * k;
+    const float* weight = (float*)node->context.outputs[1].data + row * k;
+    double all = 0, of_chosen = 0;
+    for (int64_t e = 0; e < E; e++) all += exp((double)x[e]);
+    for (int64_t c = 0; c < k; c++) {
+      if (index[c] < 0 || index[c] >= E) fail("ChooseExperts: expert %d of %d", (int)index[c], (int)E);
+      of_chosen += exp((double)x[index[c]]);
+      for (int64_t i = 0; i < c; i++)
+        if (index[i] == index[c]) fail("ChooseExperts: an expert twice");
+    }
+    for (int64_t c = 0; c < k; c++) {
+      /* Logits that differ may have equal shares. */
+      const double wanted = exp((double)x[index[c]]) / (node->packed || node->window ? of_chosen : all);
+      if (isnan(wanted) ? !isnan(weight[c]) : !(fabs(weight[c] - wanted) <= 2e-6 * wanted))
+        fail("ChooseExperts: weight %d of row %d: %g, expected %g", (int)c, (int)row, weight[c], wanted);
+      int larger = 0;
+      for (int64_t e = 0; e < E; e++) larger += x[e] > x[index[c]] + 1e-5f;
+      if (larger > c) fail("ChooseExperts: %d experts are before choice %d", larger, (int)c);
+    }
+  }
+}
+
 /* --- experts ---------------------------------------------------------------------------------------------------- */
 
 enum { X, INDEX, SHARE, UP, DOWN, UP_BIAS, DOWN_BIAS, EXPERT_INPUTS };
@@ -662,6 +754,114 @@ static void check_experts(const Node* node) {
         fail("Experts: channel %d of token %d: %g, expected %g", (int)h, (int)token, found, y[h]);
     }
   }
+}
+
+/* --- experts over codes ------------------------------------------------------------------------------------------ */
+
+enum {
+  UP_CODES = SHARE + 1,
+  UP_SCALES,
+  UP_ZEROS,
+  DOWN_CODES,
+  DOWN_SCALES,
+  DOWN_ZEROS,
+  CODED_UP_BIAS,
+  CODED_DOWN_BIAS,
+  CODED_INPUTS
+};
+
+static void add_expert_weights(Info* info, const Weights* w, const char* const* names) {
+  add_int(info, names[0], w->block), add_int(info, names[1], w->bits);
+  add_int(info, names[2], w->half), add_int(info, names[3], w->symmetric);
+}
+
+static Node new_block_experts(void) {
+  static const char* const UP_NAMES[] = {"up_block_size", "up_bits", "up_half_scales", "up_symmetric"};
+  static const char* const DOWN_NAMES[] = {"down_block_size", "down_bits", "down_half_scales", "down_symmetric"};
+  Node node = {.what = "BlockExperts", .op = find_op("BlockExperts")};
+  Value* in = node.context.inputs;
+  const int64_t block = PICK(16, 32, 48, 64), down_block = PICK(16, 32, 48, 64);
+  const int64_t H = block * random_int(1, 3), I = down_block * random_int(1, 3), E = random_int(1, 4);
+  const int64_t tokens = one_in(5) ? random_int(14, 30) : random_int(0, 9), chosen = random_int(1, E);
+  node.packed = !one_in(3); /* has gates */
+  const int64_t up = (I * (1 + node.packed) + 31) / 32 * 32, down = (H + 31) / 32 * 32;
+  node.B = E, node.M = tokens, node.D = I, node.T = up, node.columns = chosen;
+  new_value(&in[X], FLOAT, 3, (int64_t[]){1, tokens, H});
+  new_value(&in[INDEX], INT64, 2, (int64_t[]){tokens, chosen});
+  new_value(&in[SHARE], FLOAT, 2, (int64_t[]){tokens, chosen});
+  /* Experts lie one after another, each in whole pairs of tiles: as one weight. */
+  node.weights = new_weights(E * up, H, block, 0, &in[UP_CODES], &in[UP_SCALES], &in[UP_ZEROS]);
+  node.down = new_weights(E * down, I, down_block, 0, &in[DOWN_CODES], &in[DOWN_SCALES], &in[DOWN_ZEROS]);
+  if (one_in(2)) new_value(&in[CODED_UP_BIAS], FLOAT, 2, (int64_t[]){E, up});
+  if (one_in(2)) new_value(&in[CODED_DOWN_BIAS], FLOAT, 2, (int64_t[]){E, down});
+  for (int i = 0; i < CODED_INPUTS; i++) {
+    const int floats = i == X || i == SHARE || i >= CODED_UP_BIAS;
+    if (floats && in[i].present) fill_floats(&in[i], 1);
+    node.changed[i] = i == UP_CODES || i == DOWN_CODES ? LAST_AXIS | TYPE | PRESENCE
+                      : i == UP_ZEROS                  ? (node.weights.symmetric ? 0 : LAST_AXIS | TYPE | PRESENCE)
+                      : i == DOWN_ZEROS                ? (node.down.symmetric ? 0 : LAST_AXIS | TYPE | PRESENCE)
+                      : i >= CODED_UP_BIAS             ? LAST_AXIS | TYPE | ALIGNMENT
+                                                       : ALL;
+  }
+  for (int64_t i = 0; i < tokens * chosen; i++) ((int64_t*)in[INDEX].data)[i] = random_int(0, one_in(2) ? 0 : E - 1);
+  if (tokens && one_in(6)) ((float*)in[X].data)[random_int(0, tokens * H - 1)] = one_in(2) ? NAN : INFINITY;
+  node.context.input_count = CODED_INPUTS;
+  node.kind = (int)random_int(0, 2), node.alpha = one_in(2) ? 1 : 1.702f, node.limit = one_in(2) ? 0 : 0.8f;
+  node.offset = one_in(2) ? 0 : 1;
+  add_int(&node.info, "H", H), add_int(&node.info, "I", I), add_int(&node.info, "gated", node.packed);
+  add_expert_weights(&node.info, &node.weights, UP_NAMES), add_expert_weights(&node.info, &node.down, DOWN_NAMES);
+  add_int(&node.info, "activation", node.kind), add_float(&node.info, "alpha", node.alpha);
+  add_float(&node.info, "limit", node.limit), add_float(&node.info, "offset", node.offset);
+  return node;
+}
+
+static double bias_at(const Value* bias, int64_t row) {
+  return bias->present ? ((float*)bias->data)[row] : 0;
+}
+
+static void check_block_experts(const Node* node) {
+  const Value* in = node->context.inputs;
+  const int64_t H = node->weights.K, I = node->D, up = node->T, down = (H + 31) / 32 * 32, chosen = node->columns;
+  const double slack = 10 * MADE; /* inner channels are made of sums of blocks */
+  Token outer = new_token(H), inner = new_token(I);
+  for (int64_t token = 0; token < node->M; token++) {
+    double y[192] = {0}, limit[192] = {0}, size, flips;
+    int finite = 1;
+    for (int64_t h = 0; h < H; h++) outer.exact[h] = ((float*)in[X].data)[token * H + h];
+    round_exact(&node->weights, 0, &outer);
+    for (int64_t choice = token * chosen; choice < (token + 1) * chosen; choice++) {
+      const int64_t expert = ((int64_t*)in[INDEX].data)[choice];
+      const double share = ((float*)in[SHARE].data)[choice];
+      for (int64_t i = 0; i < I; i++) {
+        const int64_t row = expert * up + (node->packed ? i / 16 * 32 + i % 16 : i);
+        const double x = coded_dot(&node->weights, row, &outer, &size, &flips) + bias_at(&in[CODED_UP_BIAS], row);
+        inner.exact[i] = outer.finite ? activated(node, x) : NAN;
+        if (node->packed) {
+          double wide = coded_dot(&node->weights, row + 16, &outer, &size, &flips);
+          wide += bias_at(&in[CODED_UP_BIAS], row + 16);
+          if (node->limit) wide = fmin(node->limit, fmax(-node->limit, wide));
+          inner.exact[i] *= wide + node->offset;
+        }
+      }
+      round_exact(&node->down, slack, &inner);
+      finite &= inner.finite;
+      for (int64_t h = 0; h < H; h++) {
+        const int64_t row = expert * down + h;
+        const double bias = bias_at(&in[CODED_DOWN_BIAS], row);
+        const double answer = coded_dot(&node->down, row, &inner, &size, &flips) + bias;
+        y[h] += share * answer;
+        size += fabs(bias);
+        limit[h] += fabs(share) * (size * ((double)(node->down.blocks + 8) * ROUNDING + 2 * slack) + flips + 1e-30);
+      }
+    }
+    for (int64_t h = 0; h < H; h++) {
+      const float found = ((float*)node->context.outputs[0].data)[token * H + h];
+      if (finite ? !(fabs(found - y[h]) <= limit[h]) : isfinite(found))
+        fail("BlockExperts: up %d bits, down %d bits: channel %d of token %d: %g, expected %g", (int)node->weights.bits,
+             (int)node->down.bits, (int)h, (int)token, found, y[h]);
+    }
+  }
+  release_token(&outer), release_token(&inner);
 }
 
 /* --- attention -------------------------------------------------------------------------------------------------- */
@@ -943,12 +1143,15 @@ static const char* malform(Node* node, int64_t thing) {
       attribute->name = "absent";
       return "a missing attribute";
     }
-    if (!strcmp(attribute->name, "half_scales")) {
+    if (!strcmp(attribute->name, "gated") || !strcmp(attribute->name, "normalized") ||
+        !strcmp(attribute->name, "after"))
+      return NULL;
+    if (strstr(attribute->name, "half_scales")) {
       attribute->i = !attribute->i;
       return "another half_scales";
     }
     if (!strncmp(attribute->name, "do_", 3) || !strncmp(attribute->name, "rotary", 6) ||
-        !strcmp(attribute->name, "symmetric") || !strcmp(attribute->name, "offset"))
+        strstr(attribute->name, "symmetric") || !strcmp(attribute->name, "offset"))
       return NULL;
     if (attribute->is_float) {
       const float bad[] = {NAN, -1.0f, -INFINITY};
@@ -1021,6 +1224,11 @@ static const char* malform(Node* node, int64_t thing) {
   }
   if (!strcmp(node->what, "Experts") && elements_of(&context->inputs[INDEX])) {
     const int64_t experts[] = {context->inputs[UP].dims[0], -1, INT64_MIN, INT64_MAX};
+    ((int64_t*)context->inputs[INDEX].data)[0] = experts[random_int(0, 3)];
+    return "an index of no expert";
+  }
+  if (!strcmp(node->what, "BlockExperts") && elements_of(&context->inputs[INDEX])) {
+    const int64_t experts[] = {node->B, -1, INT64_MIN, INT64_MAX};
     ((int64_t*)context->inputs[INDEX].data)[0] = experts[random_int(0, 3)];
     return "an index of no expert";
   }
@@ -1143,7 +1351,10 @@ static Node new_node(int64_t op) {
   if (op < 4) return new_linear(one_in(150) ? 32768 : 0);
   if (op < 8) return op == 4 ? new_gather() : new_attention();
   if (op == 8) return new_quantize();
-  return op == 9 ? new_norm_rows() : op == 10 ? new_conv() : new_experts();
+  if (op < 11) return op == 9 ? new_norm_rows() : new_conv();
+  if (op == 11) return new_experts();
+  if (op == 12) return new_block_experts();
+  return op == 13 ? new_float_linear() : new_choice();
 }
 static void check_node(Node* node) {
   write_results(node);
@@ -1159,6 +1370,12 @@ static void check_node(Node* node) {
     check_conv(node);
   else if (!strcmp(node->what, "Experts"))
     check_experts(node);
+  else if (!strcmp(node->what, "BlockExperts"))
+    check_block_experts(node);
+  else if (!strcmp(node->what, "FloatLinear"))
+    check_float_linear(node);
+  else if (!strcmp(node->what, "ChooseExperts"))
+    check_choice(node);
   else
     check_linear(node);
 }
@@ -1169,13 +1386,13 @@ static int64_t random_thing(const Node* node) {
   const int64_t inputs = (int64_t)node->context.input_count, thing = random_int(0, inputs + 1);
   const int checks_values = !strcmp(node->what, "CachedAttention") || !strcmp(node->what, "BlockGather") ||
                             !strcmp(node->what, "QuantizeActivations") || !strcmp(node->what, "NormRows") ||
-                            !strcmp(node->what, "CausalConv") || !strcmp(node->what, "Experts");
+                            !strcmp(node->what, "CausalConv") || strstr(node->what, "Experts");
   if (checks_values && one_in(2)) return MOST_INPUTS + 1;
   return thing < inputs ? thing : MOST_INPUTS + thing - inputs;
 }
 
 static int is_linear(const Node* node) {
-  return strstr(node->what, "Linear") != NULL;
+  return strstr(node->what, "Linear") != NULL && strcmp(node->what, "FloatLinear") != 0;
 }
 
 static void run_case(int64_t counts[4]) {
@@ -1187,7 +1404,7 @@ static void run_case(int64_t counts[4]) {
     counts[1]++;
     return;
   }
-  Node node = new_node(random_int(0, 11));
+  Node node = new_node(random_int(0, 14));
   const int64_t way = random_int(0, 9);
   use_threads = one_in(12);
   choose_threads_at_start = running_case % 4 == 0;

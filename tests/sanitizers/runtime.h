@@ -7,7 +7,7 @@
 
 #define MOST_INPUTS     12
 #define MOST_OUTPUTS    2
-#define MOST_ATTRIBUTES 8
+#define MOST_ATTRIBUTES 16
 
 struct Value {
   int present, type;

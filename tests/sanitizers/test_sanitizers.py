@@ -110,10 +110,10 @@ DEFECTS = {
         "cached_attention.c", "if (!memory) return 0;", "", "null pointer|SEGV|overflow|unknown-crash"
     ),
     "columns of padding are written": Defect(
-        "block_linear.c", "left >= TILE ? TILE : left > 0 ? left : 0,", "TILE,", "heap-buffer-overflow|expected"
+        "block_product.c", "left >= TILE ? TILE : left > 0 ? left : 0,", "TILE,", "heap-buffer-overflow|expected"
     ),
     "a bias is read beyond its end": Defect(
-        "block_linear.c", "load_first(w->bias + column, count)", "load(w->bias + column)", "heap-buffer-overflow"
+        "block_product.c", "load_first(w->bias + column, columns)", "load(w->bias + column)", "heap-buffer-overflow"
     ),
     "a masked load reads one lane too many": Defect(
         "vector.h",
@@ -128,14 +128,14 @@ DEFECTS = {
         "heap-buffer-overflow|expected",
     ),
     "a prefetch of one group of tokens goes beyond the weights": Defect(
-        "block_linear.c",
+        "block_product.c",
         "smaller(steps - w->codes + STREAM_AHEAD, last_steps)",
         "smaller(steps - w->codes + STREAM_AHEAD, last_steps + 64)",
         "heap-buffer-overflow",
     ),
     "the run after the last is prefetched": Defect(
-        "block_linear.c",
-        "smaller(end - first, w->tiles - stop)",
+        "block_product.c",
+        "smaller(end - first, w->tiles + w->after - stop)",
         "end - first",
         "heap-buffer-overflow",
     ),
@@ -200,18 +200,18 @@ DEFECTS = {
         "expected|AddressSanitizer|SEGV|runtime error",
     ),
     "two bits of 6-bit codes are exchanged": Defect(
-        "block_linear.c", "if (s % 4 == 3) high >>= 2;", "if (s % 4 == 3) high >>= 1;", "expected"
+        "block_product.c", "if (s % 4 == 3) high >>= 2;", "if (s % 4 == 3) high >>= 1;", "expected"
     ),
     "the high bit of a 5-bit code is that of an earlier step": Defect(
-        "block_linear.c", "shift_left(high, 4 - s % 8)", "shift_left(high, 5 - s % 8)", "expected"
+        "block_product.c", "shift_left(high, 4 - s % 8)", "shift_left(high, 5 - s % 8)", "expected"
     ),
     "the high bit of a 5-bit code is that of a later step": Defect(
-        "block_linear.c", "high >> (s % 8 - 4);", "high >> (s % 8 - 3);", "expected"
+        "block_product.c", "high >> (s % 8 - 4);", "high >> (s % 8 - 3);", "expected"
     ),
     "the sums of NaN overflow": Defect(
-        "block_linear.c", "largest <= FLT_MAX && inverse <= FLT_MAX", "1", "negation of"
+        "block_product.c", "largest <= FLT_MAX && inverse <= FLT_MAX", "1", "negation of"
     ),
-    "blocks may be of any size": Defect("block_linear.c", "found.block > LARGEST_BLOCK", "0", "accepted"),
+    "blocks may be of any size": Defect("block_linear.c", "found.shape.block > LARGEST_BLOCK", "0", "accepted"),
     "the last of equal logits is chosen": Defect(
         "block_linear.c", "found[part].value > max.value", "found[part].value >= max.value", "chose"
     ),
@@ -250,20 +250,74 @@ DEFECTS = {
     "there may be any number of taps": Defect(
         "causal_conv.c", "weight.dims[0] > MOST_TAPS ||", "", "out of bounds|accepted|AddressSanitizer"
     ),
+    "a token gets one expert twice": Defect(
+        "choose_experts.c", "taken |= index[i] == e;", "taken |= 0;", "ChooseExperts: an expert twice"
+    ),
+    "one expert less is chosen among": Defect(
+        "choose_experts.c", "choose(x, E, chosen", "choose(x, E - (E > chosen), chosen", "ChooseExperts: .* experts are"
+    ),
+    "weights are not normalized": Defect(
+        "choose_experts.c", "values[c] /= sum", "values[c] /= sum > 0 ? 1 : sum", "ChooseExperts: weight"
+    ),
+    "the weight of a router is not checked": Defect(
+        "float_linear.c", "weight.dims[1] != K ||", "", "overflow|accepted"
+    ),
+    "the last outputs of a router are a whole vector": Defect(
+        "float_linear.c", "left < LANES ? left : LANES;", "left < 0 ? left : LANES;", "heap-buffer-overflow"
+    ),
     "an index may be one too large": Defect(
-        "experts.c", "w->index[i] >= w->experts", "w->index[i] > w->experts", "accepted|overflow"
+        "experts.h", "r->index[i] >= r->experts", "r->index[i] > r->experts", "accepted|overflow"
     ),
     "ups are read where gates are": Defect(
         "experts.c", "ups = gates + w->inner_tiles", "ups = gates", "Experts.*expected"
     ),
     "the bias of experts is not checked": Defect(
         "experts.c",
-        "(down_bias.present && !holds(&down_bias, FLOAT, w.experts * w.hidden_tiles * LANES))",
+        "(down_bias.present && !holds(&down_bias, FLOAT, r->experts * w.hidden_tiles * LANES))",
         "0",
         "overflow|accepted",
     ),
     "the shares of a token are exchanged": Defect(
-        "experts.c", "splat(w->weight[pair])", "splat(w->weight[(int64_t)token * w->chosen])", "Experts.*expected"
+        "experts.c",
+        "splat(w->weight[pair])",
+        "splat(w->weight[(int64_t)token * w->routing.chosen])",
+        "Experts.*expected",
+    ),
+    "an expert has the scales of its neighbour": Defect(
+        "block_experts.c",
+        "scales = tiles * w.blocks",
+        "scales = expert / 2 * 2 * w.tiles * w.blocks",
+        "BlockExperts.*expected",
+    ),
+    "the first row of an expert is that of the one before": Defect(
+        "block_experts.c",
+        "some_rows(&w->rows, part.shape.K, begin, count)",
+        "some_rows(&w->rows, part.shape.K, begin ? begin - 1 : 0, count)",
+        "BlockExperts.*expected",
+    ),
+    "gates and ups are exchanged": Defect(
+        "block_experts.c", "load(from), load(from + TILE)", "load(from + TILE), load(from)", "BlockExperts.*expected"
+    ),
+    "a choice has the share of another": Defect(
+        "block_experts.c", "splat(w->share[choice])", "splat(w->share[token * r->chosen])", "BlockExperts.*expected"
+    ),
+    "a token has the answers of another": Defect(
+        "block_experts.c", "w->places[choice] * columns", "choice * columns", "BlockExperts.*expected"
+    ),
+    "only the first choice has a token's activations": Defect(
+        "block_experts.c",
+        "choice < w->routing.chosen; choice++",
+        "choice < 1; choice++",
+        "BlockExperts.*expected|Sanitizer",
+    ),
+    "biases of experts over codes are not checked": Defect(
+        "block_experts.c",
+        "!holds(&in[DOWN_BIAS], FLOAT, experts * padded_tiles(k->down.N) * TILE)",
+        "0",
+        "overflow|accepted",
+    ),
+    "a part of the outputs has the biases of the first": Defect(
+        "block_product.h", "part.bias += first * TILE", "part.bias += 0", "BlockExperts.*expected"
     ),
     "the last activations are read as a whole vector": Defect(
         "quantize_activations.c", "load_first(x + i, count - i)", "load(x + i)", "heap-buffer-overflow"
@@ -332,8 +386,8 @@ DEFECTS = {
     ),
     "a constant of another shape is taken": Defect(
         "block_linear.c",
-        "holds(codes, UINT8, padded * k->K * k->bits / 8)",
-        "(k->codes.present || holds(codes, UINT8, padded * k->K * k->bits / 8))",
+        "is_block_weight(&k->shape, 1, codes, scales, zero_points)",
+        "(k->codes.present || is_block_weight(&k->shape, 1, codes, scales, zero_points))",
         "overflow|accepted",
     ),
     "a domain leaks": Defect(

@@ -58,6 +58,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "recurrences": 0,
         "recurrent_conv": 0,
         "native_experts": 0,
+        "routers": 0,
         "norms": 2 * LAYERS + 1,
         "silu": LAYERS,
         "logit_positions": 1,

@@ -16,7 +16,9 @@ from tapeout.errors import BuildError
 from tapeout.fingerprint import cpu_features
 
 # Operators of ONNX Runtime whose work one thread does in a few microseconds, by one code for all processors.
-SMALL = frozenset({"Gather", "Reshape", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"})
+SMALL = frozenset(
+    {"Concat", "Gather", "Reshape", "Shape", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
+)
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,42 @@
 """Experts become a native operator, which reads each expert of a step once.
 
-    Experts(x, index, weight, up, down, up_bias, down_bias)   ->   the same over tiles of 16 outputs, gates before ups
+    Experts(x, index, weight, up, down, up_bias, down_bias)
+      over codes    ->   BlockExperts, which computes as BlockLinear does: over the codes of each expert
+      over floats   ->   Experts, over tiles of 16 outputs
 
-The output of a token is the same to the bit whatever other tokens a step has. What the kernel does not compute stays:
-ONNX Runtime runs the operator's body.
+A weight of codes ``[E, N, K]`` has the rows that the operator's input has, whatever the float checkpoint's orientation.
+Where the target's kernels do not take both weights of a layer, they are decoded to floats. The output of a token is the
+same to the bit whatever other tokens a step has. What no kernel computes stays: ONNX Runtime runs the operator's body.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.kernels.operators import DOMAIN
-from engines.passes.base import Lowering, PassResult, deferred, dimension, new_value, parameter_behind, replace
+from engines.passes.base import (
+    Lowering,
+    PassResult,
+    deferred,
+    dimension,
+    initializer,
+    new_value,
+    parameter_behind,
+    replace,
+)
+from engines.passes.graph.linears import described, trimmed
+from engines.passes.onnxruntime.block_linears import in_more_bits, widened
 from tapeout.operators.experts import DOWN_INPUT, NAME, UP_INPUT, ExpertGate, is_experts
+from tapeout.quantized import QuantizedWeight
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # as source/experts.c has them
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # as source/experts.h has them
+OVER_CODES = "BlockExperts"
 LANES = 16  # outputs of a tile
 
 
@@ -26,74 +46,205 @@ def run(lowering: Lowering) -> PassResult:
     if not nodes:
         return PassResult(0, ("no experts in the graph",))
     declined: list[str] = []
+    left = 0
     for node in nodes:
-        gate = ExpertGate.of(node)
+        gate, subject = ExpertGate.of(node), f"{NAME} {node.outputs[0].name}"
         unknown = "" if gate.activation in ACTIVATIONS else f"there is no kernel for {gate.activation} of experts"
         if reason := lowering.kernels.unsupported(NAME) or unknown:
-            declined.append(f"{NAME} {node.outputs[0].name}: {reason}; ONNX Runtime computes it")
-        else:
-            _lower(lowering, node, gate)
-    if not declined:
+            declined.append(f"{subject}: {reason}; ONNX Runtime computes it")
+            left += 1
+        elif reason := _lower(lowering, node, gate):
+            declined.append(f"{subject}: {reason}; decoded to floats")
+    if not left:
         del model.functions[("tapeout", NAME, "")]
     model.opset_imports[DOMAIN] = 1
-    return PassResult(len(nodes) - len(declined), tuple(declined))
+    return PassResult(len(nodes) - left, tuple(declined))
 
 
-def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> None:
-    weights = (_tiled(lowering, node, number, gate) for number in (UP_INPUT, DOWN_INPUT))
-    biases = (_bias(lowering, node, number, gate) for number in (UP_INPUT, DOWN_INPUT))
+@dataclass(frozen=True)
+class _Projection:
+    """One of the two weights of a node, as it is read when the bundle is written."""
+
+    prefix: str  # of the kernel's attributes
+    name: str
+    label: str  # in the bundle's record
+    bias: str  # empty: none
+    shape: tuple[int, int, int]  # [E, N, K]
+    parts: int  # 2: gates and ups
+    interleaved: bool
+    transposed: bool  # floats; codes have the rows of the operator's input
+
+    @classmethod
+    def of(cls, lowering: Lowering, node: ir.Node, number: int, gate: ExpertGate) -> _Projection:
+        value, bias = node.inputs[number], node.inputs[number + 2]
+        assert value is not None and bias is not None
+        name, (experts, outputs, columns) = parameter_behind(value), (dimension(value, axis) for axis in range(3))
+        group = lowering.group_of(name)
+        is_zero = dimension(bias, 1) == 1 < outputs  # which stands where experts have no bias
+        parts = outputs // dimension(node.inputs[DOWN_INPUT], 2) if number == UP_INPUT else 1
+        return cls(
+            prefix="up" if number == UP_INPUT else "down",
+            name=name,
+            label=name if group is None else group.name,
+            bias="" if is_zero else parameter_behind(bias),
+            shape=(experts, outputs, columns),
+            parts=parts,
+            interleaved=parts == 2 and gate.interleaved,
+            transposed=_is_transposed(value),
+        )
+
+    def read(self, lowering: Lowering) -> QuantizedWeight | NDArray[np.float32]:
+        stored = lowering.weights.linear(self.name)
+        if isinstance(stored, QuantizedWeight) or not self.transposed:
+            return stored
+        return stored.transpose(0, 2, 1)
+
+    def codes(self, lowering: Lowering, bits: int) -> QuantizedWeight:
+        return widened(self.read(lowering), bits)
+
+    def separated(self, rows: NDArray[Any]) -> list[NDArray[Any]]:
+        """Gates and ups of ``[E, N, ..]``."""
+        return [rows[:, ::2], rows[:, 1::2]] if self.interleaved else np.split(rows, self.parts, axis=1)
+
+    def order(self) -> NDArray[np.int64]:
+        """Rows as BlockExperts has them: 16 gates, then the ups of the same channels."""
+        rows = [part.reshape(-1) for part in self.separated(np.arange(self.shape[1])[None])]
+        return rows[0] if self.parts == 1 else np.stack([r.reshape(-1, LANES) for r in rows], axis=1).reshape(-1)
+
+
+def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> str:
+    """Why codes are decoded; empty where they are not, or there are none."""
+    projections = [_Projection.of(lowering, node, number, gate) for number in (UP_INPUT, DOWN_INPUT)]
+    stored = [projection.read(lowering) for projection in projections]
+    coded = [weight for weight in stored if isinstance(weight, QuantizedWeight)]
+    reason = "its other weight is in float" if len(coded) < len(stored) else lowering.kernels.unsupported(OVER_CODES)
+    for weight in coded:
+        reason = reason or lowering.kernels.unsupported_weight(weight)
+    attributes: dict[str, int | float] = {
+        "activation": ACTIVATIONS[gate.activation],
+        "alpha": gate.alpha,
+        "limit": gate.limit,
+        "offset": gate.offset,
+    }
+    if reason:
+        inputs = [_tiled(lowering, projection) for projection in projections]
+        inputs += [_tiled_bias(lowering, projection) for projection in projections]
+    else:
+        up, down = projections
+        attributes |= {"H": up.shape[2], "I": down.shape[2], "gated": int(up.parts == 2)}
+        inputs = list[ir.Value | None]()
+        for projection, weight in zip(projections, coded, strict=True):
+            found, known = _packed(lowering, projection, weight)
+            inputs += found
+            attributes |= {f"{projection.prefix}_{name}": number for name, number in known.items()}
+        inputs += [_packed_bias(lowering, projection) for projection in projections]
     lowered = ir.node(
-        NAME,
-        [*node.inputs[:UP_INPUT], *weights, *biases],
-        attributes={
-            "activation": ACTIVATIONS[gate.activation],
-            "alpha": gate.alpha,
-            "limit": gate.limit,
-            "offset": gate.offset,
-        },
+        NAME if reason else OVER_CODES,
+        trimmed([*node.inputs[:UP_INPUT], *inputs]),
+        attributes=attributes,
         domain=DOMAIN,
         outputs=[new_value(f"{node.outputs[0].name}.native", node.outputs[0])],
     )
     replace(lowering.model, [node], [lowered], {node.outputs[0]: lowered.outputs[0]})
+    return reason if coded else ""
 
 
-def _tiled(lowering: Lowering, node: ir.Node, number: int, gate: ExpertGate) -> ir.Value:
-    """A weight ``[E, N, K]`` as ``[E, tiles, K, 16]``."""
-    value = node.inputs[number]
-    assert value is not None
-    name, parts = parameter_behind(value), _parts(node, number)
-    experts, outputs, columns = (dimension(value, axis) for axis in range(3))
-    transposed = _is_transposed(value)
+# --- over codes -----------------------------------------------------------------------------------------------------
+
+
+def _packed(
+    lowering: Lowering, projection: _Projection, stored: QuantizedWeight
+) -> tuple[list[ir.Value | None], dict[str, int]]:
+    """Codes, scales and zero points of all experts, each packed as a linear; and what the kernel must know of them."""
+    kernels, label, order = lowering.kernels, projection.label, projection.order()
+    experts, _, columns = projection.shape
+    bits = kernels.code_bits(stored)
+    first = widened(_of_expert(stored, 0), bits)  # all have its shapes and types
+    exact = bool(np.array_equal(stored.scales.astype(np.float16).astype(np.float32), stored.scales))
+    dtype = np.dtype(np.float16 if exact else np.float32)
+
+    def all_experts(pack: Callable[[QuantizedWeight], NDArray[Any]]) -> NDArray[Any]:
+        """One after another, so that nothing but the result is as large as a layer's experts."""
+        weight = projection.read(lowering)
+        assert isinstance(weight, QuantizedWeight)
+        found = np.empty((experts, *pack(first).shape), pack(first).dtype)
+        for expert in range(experts):
+            found[expert] = pack(widened(_of_expert(weight, expert), bits))
+        return found
+
+    def codes(weight: QuantizedWeight) -> NDArray[np.uint8]:
+        return kernels.pack_codes(weight.codes[order], bits)
+
+    def scales(weight: QuantizedWeight) -> NDArray[Any]:
+        return kernels.pack_scales(weight.scales[order].astype(dtype))
+
+    def zero_points(weight: QuantizedWeight) -> NDArray[np.uint8]:
+        assert weight.zero_points is not None
+        return kernels.pack_scales(weight.zero_points[order])
+
+    def value(
+        name: str, shape: tuple[int, ...], dtype: ir.DataType, pack: Callable[[QuantizedWeight], NDArray[Any]]
+    ) -> ir.Value:
+        return deferred(lowering.model, f"{label}.{name}", (experts, *shape), dtype, lambda: all_experts(pack))
+
+    lowering.plan[label] = f"{OVER_CODES} {described(stored)}{in_more_bits(stored, bits)}"
+    blocks = scales(first).shape
+    inputs = [
+        value("codes", kernels.codes_shape(len(order), columns, bits), ir.DataType.UINT8, codes),
+        value("scales", blocks, ir.DataType.from_numpy(dtype), scales),
+        None if first.zero_points is None else value("zero_points", blocks, ir.DataType.UINT8, zero_points),
+    ]
+    return inputs, {
+        "bits": bits,
+        "block_size": stored.group_size,
+        "half_scales": int(exact),
+        "symmetric": int(first.zero_points is None),
+    }
+
+
+def _of_expert(weight: QuantizedWeight, expert: int) -> QuantizedWeight:
+    zero_points = None if weight.zero_points is None else weight.zero_points[expert]
+    return QuantizedWeight(weight.codes[expert], weight.scales[expert], zero_points, weight.scheme)
+
+
+def _packed_bias(lowering: Lowering, projection: _Projection) -> ir.Value | None:
+    """``[E, tiles, 16]``, as the scales of a weight."""
+    if not projection.bias:
+        return None
+    stored = lowering.weights.tensor(projection.bias)[:, projection.order()]
+    packed = np.stack([lowering.kernels.pack_scales(of_expert[:, None])[:, 0] for of_expert in stored])
+    return initializer(lowering.model, f"{projection.bias}.packed", packed)
+
+
+# --- over floats ----------------------------------------------------------------------------------------------------
+
+
+def _tiled(lowering: Lowering, projection: _Projection) -> ir.Value | None:
+    """A weight ``[E, N, K]`` as ``[E, tiles, K, 16]``, gates before ups."""
+    experts, outputs, columns = projection.shape
 
     def made() -> NDArray[np.float32]:
-        stored = lowering.weights.weight(name)
-        rows = stored.transpose(0, 2, 1) if transposed else stored
-        tiles = [tiles_of(part) for part in _separated(rows, parts, gate)]
+        stored = projection.read(lowering)
+        rows = stored.dequantize() if isinstance(stored, QuantizedWeight) else stored
+        tiles = [tiles_of(part) for part in projection.separated(rows)]
         return np.ascontiguousarray(np.concatenate(tiles, axis=1).transpose(0, 1, 3, 2))
 
-    shape = experts, parts * -(-(outputs // parts) // LANES), columns, LANES
-    return deferred(lowering.model, f"{name}.tiles", shape, ir.DataType.FLOAT, made)
+    shape = experts, projection.parts * -(-(outputs // projection.parts) // LANES), columns, LANES
+    return deferred(lowering.model, f"{projection.name}.tiles", shape, ir.DataType.FLOAT, made)
 
 
-def _bias(lowering: Lowering, node: ir.Node, number: int, gate: ExpertGate) -> ir.Value | None:
-    """``[E, tiles, 16]``; None for the one zero that stands where experts have no bias."""
-    value, weight = node.inputs[number + 2], node.inputs[number]
-    assert value is not None
-    if dimension(value, 1) == 1 < dimension(weight, 1):
+def _tiled_bias(lowering: Lowering, projection: _Projection) -> ir.Value | None:
+    """``[E, tiles, 16]``."""
+    if not projection.bias:
         return None
-    name, parts = parameter_behind(value), _parts(node, number)
+    experts, outputs, _ = projection.shape
 
     def made() -> NDArray[np.float32]:
-        stored = lowering.weights.weight(name)[..., None]
-        return np.concatenate([tiles_of(part)[..., 0] for part in _separated(stored, parts, gate)], axis=1)
+        stored = lowering.weights.tensor(projection.bias)[..., None]
+        return np.concatenate([tiles_of(part)[..., 0] for part in projection.separated(stored)], axis=1)
 
-    shape = dimension(weight, 0), parts * -(-(dimension(weight, 1) // parts) // LANES), LANES
-    return deferred(lowering.model, f"{name}.tiles", shape, ir.DataType.FLOAT, made)
-
-
-def _parts(node: ir.Node, number: int) -> int:
-    """2 for a weight that holds gates and ups."""
-    return dimension(node.inputs[UP_INPUT], 1) // dimension(node.inputs[DOWN_INPUT], 2) if number == UP_INPUT else 1
+    shape = experts, projection.parts * -(-(outputs // projection.parts) // LANES), LANES
+    return deferred(lowering.model, f"{projection.bias}.tiles", shape, ir.DataType.FLOAT, made)
 
 
 def _is_transposed(value: ir.Value) -> bool:
@@ -103,13 +254,6 @@ def _is_transposed(value: ir.Value) -> bool:
 
 def _inputs(node: ir.Node) -> list[ir.Value]:
     return [value for value in node.inputs if value is not None]
-
-
-def _separated(rows: NDArray[np.float32], parts: int, gate: ExpertGate) -> list[NDArray[np.float32]]:
-    """Gates and ups of ``[E, N, K]``."""
-    if parts == 2 and gate.interleaved:
-        return [rows[:, ::2], rows[:, 1::2]]
-    return np.split(rows, parts, axis=1)
 
 
 def tiles_of(rows: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -80,6 +80,7 @@ class OrtCpu(GraphTarget):
             norms,
             recurrences,
             recurrent_conv,
+            routers,
             silu,
             static_int8_linears,
         )
@@ -95,6 +96,7 @@ class OrtCpu(GraphTarget):
                 recurrences,
                 recurrent_conv,
                 native_experts,
+                routers,
                 norms,
                 silu,
                 logit_positions,

@@ -84,5 +84,14 @@ class Experts:
 OPERATOR = Experts()
 
 
+def share_read(tokens: int, chosen: int, experts: int) -> float:
+    """Of the experts' weights, in a step whose tokens choose ``chosen`` of ``experts`` each, all with the same chance.
+
+    >>> [round(128 * share_read(tokens, 8, 128)) for tokens in (1, 8, 32, 256)]
+    [8, 52, 112, 128]
+    """
+    return 1 - (1 - chosen / experts) ** tokens
+
+
 def is_experts(node: ir.Node | None) -> bool:
     return node is not None and (node.domain, node.op_type) == (DOMAIN, NAME)

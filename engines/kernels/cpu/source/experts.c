@@ -9,71 +9,26 @@
 
    The tokens of a step are grouped by expert, so that the weights of an expert are read once. A sum over channels begins at
    the bias and takes them in their order, whatever other tokens there are: a token's bits depend on nothing else. */
-#include "ort.h"
-#include "vector.h"
+#include "experts.h"
+#include "float_tiles.h"
 
-#include <math.h>
-
-enum { MAX_RANK = 8, AT_ONCE = 4 /* tiles of a job */, TOKENS = 4 /* of a group that reads a tile together */ };
-enum { SILU, GELU_TANH, RELU2, ACTIVATIONS };
+enum { MAX_RANK = 8, AT_ONCE = 4 /* tiles of a job */ };
 
 typedef struct {
   Base base;
-  int64_t activation;
-  float alpha, limit, offset;
+  ExpertGate gate;
   Tensor up, down, up_bias, down_bias; /* where they are constant */
 } Kernel;
 
 typedef struct {
   const Kernel* k;
-  int64_t H, I, tokens, chosen, experts;
+  Routing routing;
+  int64_t H, I;
   int64_t up_tiles, inner_tiles, hidden_tiles; /* `up_tiles`: of gates and ups */
-  int64_t hit;                                 /* experts with a token */
   int64_t up_jobs, down_jobs;                  /* of an expert */
   const float *x, *up, *down, *up_bias, *down_bias, *weight;
-  const int64_t* index;
   float *inner, *answers, *y; /* inner [pairs, I], answers [pairs, H], whole tiles each */
-  int64_t* order;             /* pairs of a token and a choice, numbered M * k, by expert */
-  int64_t* begins;            /* [E + 1] of each expert in `order` */
-  int64_t* hits;              /* experts with a token */
 } Work;
-
-/* Dot products of up to TOKENS rows with one tile of weights [K, 16]. */
-INLINE void multiply_some(const float* tile, const float* const* rows, int64_t K, F32x16 bias, F32x16* sums,
-                          const int count) {
-  F32x16 sum[TOKENS];
-  EACH (int t = 0; t < count; t++) sum[t] = bias;
-  for (int64_t k = 0; k < K; k++) {
-    const F32x16 weights = load(tile + k * LANES);
-    EACH (int t = 0; t < count; t++) sum[t] = vfma(splat(rows[t][k]), weights, sum[t]);
-  }
-  EACH (int t = 0; t < count; t++) sums[t] = sum[t];
-}
-
-static void multiply(const float* tile, const float* const* rows, int64_t K, F32x16 bias, F32x16* sums, int64_t count) {
-  switch (count) {
-    case 1: multiply_some(tile, rows, K, bias, sums, 1); break;
-    case 2: multiply_some(tile, rows, K, bias, sums, 2); break;
-    case 3: multiply_some(tile, rows, K, bias, sums, 3); break;
-    default: multiply_some(tile, rows, K, bias, sums, TOKENS);
-  }
-}
-
-INLINE F32x16 activated(const Kernel* k, F32x16 x) {
-  x = vmin(splat(k->limit), x);
-  if (k->activation == RELU2) {
-    x = vmax(splat(0), x);
-    return x * x;
-  }
-  F32x16 sharpened = x * splat(k->alpha);
-  if (k->activation == GELU_TANH) sharpened = splat(1.5957691f) * vfma(x * x * splat(0.044715f), x, x);
-  return x / (splat(1) + vexp(splat(0) - sharpened));
-}
-
-INLINE F32x16 gated(const Kernel* k, F32x16 gate, F32x16 up) {
-  const F32x16 clipped = vmin(splat(k->limit), vmax(splat(-k->limit), up));
-  return activated(k, gate) * (clipped + splat(k->offset));
-}
 
 static F32x16 bias_of(const float* biases, int64_t tile) {
   return biases ? load(biases + tile * LANES) : splat(0);
@@ -82,20 +37,22 @@ static F32x16 bias_of(const float* biases, int64_t tile) {
 /* Some inner channels of one expert, for all its tokens. */
 static void up_job(void* state, size_t number) {
   const Work* w = state;
-  const int64_t expert = w->hits[(int64_t)number / w->up_jobs], first = (int64_t)number % w->up_jobs * AT_ONCE;
+  const Routing* r = &w->routing;
+  const int64_t expert = r->hits[(int64_t)number / w->up_jobs], first = (int64_t)number % w->up_jobs * AT_ONCE;
   const int64_t end = first + AT_ONCE < w->inner_tiles ? first + AT_ONCE : w->inner_tiles, K = w->H;
   for (int64_t tile = first; tile < end; tile++) {
     const int64_t gates = expert * w->up_tiles + tile, ups = gates + w->inner_tiles;
-    for (int64_t at = w->begins[expert]; at < w->begins[expert + 1]; at += TOKENS) {
-      const int64_t left = w->begins[expert + 1] - at, count = left < TOKENS ? left : TOKENS;
-      const float* rows[TOKENS];
-      F32x16 gate[TOKENS], up[TOKENS];
-      for (int64_t t = 0; t < count; t++) rows[t] = w->x + w->order[at + t] / w->chosen * K;
+    for (int64_t at = r->begins[expert]; at < r->begins[expert + 1]; at += ROWS) {
+      const int64_t left = r->begins[expert + 1] - at, count = left < ROWS ? left : ROWS;
+      const float* rows[ROWS];
+      F32x16 gate[ROWS], up[ROWS];
+      for (int64_t t = 0; t < count; t++) rows[t] = w->x + r->order[at + t] / r->chosen * K;
       multiply(w->up + gates * K * LANES, rows, K, bias_of(w->up_bias, gates), gate, count);
       if (w->up_tiles > w->inner_tiles) multiply(w->up + ups * K * LANES, rows, K, bias_of(w->up_bias, ups), up, count);
       for (int64_t t = 0; t < count; t++) {
-        const F32x16 y = w->up_tiles > w->inner_tiles ? gated(w->k, gate[t], up[t]) : activated(w->k, gate[t]);
-        store(w->inner + (w->order[at + t] * w->inner_tiles + tile) * LANES, y);
+        const F32x16 y =
+            w->up_tiles > w->inner_tiles ? gated(&w->k->gate, gate[t], up[t]) : activated(&w->k->gate, gate[t]);
+        store(w->inner + (r->order[at + t] * w->inner_tiles + tile) * LANES, y);
       }
     }
   }
@@ -104,18 +61,19 @@ static void up_job(void* state, size_t number) {
 /* Some output channels of one expert, for all its tokens. */
 static void down_job(void* state, size_t number) {
   const Work* w = state;
-  const int64_t expert = w->hits[(int64_t)number / w->down_jobs], first = (int64_t)number % w->down_jobs * AT_ONCE;
+  const Routing* r = &w->routing;
+  const int64_t expert = r->hits[(int64_t)number / w->down_jobs], first = (int64_t)number % w->down_jobs * AT_ONCE;
   const int64_t end = first + AT_ONCE < w->hidden_tiles ? first + AT_ONCE : w->hidden_tiles, K = w->I;
   for (int64_t tile = first; tile < end; tile++) {
     const int64_t place = expert * w->hidden_tiles + tile;
-    for (int64_t at = w->begins[expert]; at < w->begins[expert + 1]; at += TOKENS) {
-      const int64_t left = w->begins[expert + 1] - at, count = left < TOKENS ? left : TOKENS;
-      const float* rows[TOKENS];
-      F32x16 sums[TOKENS];
-      for (int64_t t = 0; t < count; t++) rows[t] = w->inner + w->order[at + t] * w->inner_tiles * LANES;
+    for (int64_t at = r->begins[expert]; at < r->begins[expert + 1]; at += ROWS) {
+      const int64_t left = r->begins[expert + 1] - at, count = left < ROWS ? left : ROWS;
+      const float* rows[ROWS];
+      F32x16 sums[ROWS];
+      for (int64_t t = 0; t < count; t++) rows[t] = w->inner + r->order[at + t] * w->inner_tiles * LANES;
       multiply(w->down + place * K * LANES, rows, K, bias_of(w->down_bias, place), sums, count);
       for (int64_t t = 0; t < count; t++)
-        store(w->answers + (w->order[at + t] * w->hidden_tiles + tile) * LANES, sums[t]);
+        store(w->answers + (r->order[at + t] * w->hidden_tiles + tile) * LANES, sums[t]);
     }
   }
 }
@@ -125,45 +83,27 @@ static void add_job(void* state, size_t token) {
   for (int64_t tile = 0; tile < w->hidden_tiles; tile++) {
     const int64_t begin = tile * LANES, count = w->H - begin < LANES ? w->H - begin : LANES;
     F32x16 sum = {0};
-    for (int64_t choice = 0; choice < w->chosen; choice++) {
-      const int64_t pair = (int64_t)token * w->chosen + choice;
+    for (int64_t choice = 0; choice < w->routing.chosen; choice++) {
+      const int64_t pair = (int64_t)token * w->routing.chosen + choice;
       sum = vfma(splat(w->weight[pair]), load(w->answers + pair * w->hidden_tiles * LANES + begin), sum);
     }
     memcpy(w->y + (int64_t)token * w->H + begin, &sum, count * sizeof(float));
   }
 }
 
-/* Pairs by expert, those of an expert in the order of tokens. 0: an index that no expert has. */
-static int group(Work* w) {
-  const int64_t pairs = w->tokens * w->chosen;
-  memset(w->begins, 0, (w->experts + 1) * sizeof *w->begins);
-  for (int64_t i = 0; i < pairs; i++) {
-    if (w->index[i] < 0 || w->index[i] >= w->experts) return 0;
-    w->begins[w->index[i] + 1]++;
-  }
-  for (int64_t e = 0; e < w->experts; e++) {
-    if (w->begins[e + 1]) w->hits[w->hit++] = e;
-    w->begins[e + 1] += w->begins[e];
-  }
-  for (int64_t i = 0; i < pairs; i++) w->order[w->begins[w->index[i]]++] = i;
-  for (int64_t e = w->experts; e > 0; e--) w->begins[e] = w->begins[e - 1]; /* each was moved to its end */
-  w->begins[0] = 0;
-  return 1;
-}
-
 static Status* run(Work* w, Api api, Context* context) {
-  const int64_t pairs = w->tokens * w->chosen, numbers = pairs + 2 * w->experts + 1;
+  const int64_t pairs = w->routing.tokens * w->routing.chosen, numbers = routing_numbers(&w->routing);
   const size_t floats = pairs * (w->inner_tiles + w->hidden_tiles) * LANES;
   float* memory = scratch(SCRATCH_EXPERTS, floats * sizeof(float) + numbers * sizeof(int64_t));
   if (!memory) return failure(api, ERROR_FAIL, "Experts: out of memory");
   w->inner = memory, w->answers = memory + pairs * w->inner_tiles * LANES;
-  w->order = (int64_t*)(memory + floats), w->begins = w->order + pairs, w->hits = w->begins + w->experts + 1;
   Threads* threads = w->k->base.threads;
   Status* status = NULL;
-  if (!group(w)) status = failure(api, ERROR_ARGUMENT, "Experts: an index is of no expert");
-  if (!status) status = parallel(api, context, threads, up_job, w->hit * w->up_jobs, w, NULL);
-  if (!status) status = parallel(api, context, threads, down_job, w->hit * w->down_jobs, w, NULL);
-  if (!status) status = parallel(api, context, threads, add_job, w->tokens, w, NULL);
+  if (!route(&w->routing, (int64_t*)(memory + floats)))
+    status = failure(api, ERROR_ARGUMENT, "Experts: an index is of no expert");
+  if (!status) status = parallel(api, context, threads, up_job, w->routing.hit * w->up_jobs, w, NULL);
+  if (!status) status = parallel(api, context, threads, down_job, w->routing.hit * w->down_jobs, w, NULL);
+  if (!status) status = parallel(api, context, threads, add_job, w->routing.tokens, w, NULL);
   release_scratch(SCRATCH_EXPERTS);
   return status;
 }
@@ -188,38 +128,33 @@ static Status* compute(void* self, Context* context) {
   if (!x.present || x.type != FLOAT || x.rank < 2 || x.rank > MAX_RANK || !x.dims[x.rank - 1])
     return failure(api, ERROR_ARGUMENT, "Experts: x is not [.., M, H] float");
   Work w = {.k = k, .H = x.dims[x.rank - 1], .x = x.data, .up = up.data, .down = down.data};
-  w.tokens = x.elements / w.H;
+  Routing* r = &w.routing;
+  r->tokens = x.elements / w.H;
   if (!up.present || up.rank != 4 || !down.present || down.rank != 4)
     return failure(api, ERROR_ARGUMENT, "Experts: weights are not [E, tiles, channels, 16]");
-  w.experts = up.dims[0], w.I = down.dims[2], w.up_tiles = up.dims[1];
+  r->experts = up.dims[0], w.I = down.dims[2], w.up_tiles = up.dims[1];
   w.inner_tiles = (w.I + LANES - 1) / LANES, w.hidden_tiles = (w.H + LANES - 1) / LANES;
-  if (!w.I || !w.experts || !is_tiled(&up, w.experts, w.H) || !is_tiled(&down, w.experts, w.I) ||
+  if (!w.I || !r->experts || !is_tiled(&up, r->experts, w.H) || !is_tiled(&down, r->experts, w.I) ||
       down.dims[1] != w.hidden_tiles || (w.up_tiles != w.inner_tiles && w.up_tiles != 2 * w.inner_tiles))
     return failure(api, ERROR_ARGUMENT, "Experts: weights do not fit x, or each other");
-  if ((up_bias.present && !holds(&up_bias, FLOAT, w.experts * w.up_tiles * LANES)) ||
-      (down_bias.present && !holds(&down_bias, FLOAT, w.experts * w.hidden_tiles * LANES)))
+  if ((up_bias.present && !holds(&up_bias, FLOAT, r->experts * w.up_tiles * LANES)) ||
+      (down_bias.present && !holds(&down_bias, FLOAT, r->experts * w.hidden_tiles * LANES)))
     return failure(api, ERROR_ARGUMENT, "Experts: a bias does not fit its weight");
-  if (!index.present || index.type != INT64 || index.rank != 2 || index.dims[0] != w.tokens ||
+  if (!index.present || index.type != INT64 || index.rank != 2 || index.dims[0] != r->tokens ||
       !holds(&weight, FLOAT, index.elements))
     return failure(api, ERROR_ARGUMENT, "Experts: index is not [M, k] int64, or weight not [M, k] float");
-  w.chosen = index.dims[1], w.index = index.data, w.weight = weight.data;
+  r->chosen = index.dims[1], r->index = index.data, w.weight = weight.data;
   w.up_bias = up_bias.data, w.down_bias = down_bias.data;
   w.up_jobs = (w.inner_tiles + AT_ONCE - 1) / AT_ONCE, w.down_jobs = (w.hidden_tiles + AT_ONCE - 1) / AT_ONCE;
   TRY(output(api, context, 0, x.dims, x.rank, &w.y));
-  if (!w.tokens) return NULL;
-  if (!w.chosen) return failure(api, ERROR_ARGUMENT, "Experts: no expert of a token");
+  if (!r->tokens) return NULL;
+  if (!r->chosen) return failure(api, ERROR_ARGUMENT, "Experts: no expert of a token");
   return run(&w, api, context);
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
   Kernel found = {.base = {api, threads_of(op)}};
-  TRY(attribute_int(api, info, "activation", &found.activation));
-  TRY(attribute_float(api, info, "alpha", &found.alpha));
-  TRY(attribute_float(api, info, "limit", &found.limit));
-  TRY(attribute_float(api, info, "offset", &found.offset));
-  if (found.activation < 0 || found.activation >= ACTIVATIONS || !(found.alpha > 0) || !(found.limit >= 0))
-    return failure(api, ERROR_ARGUMENT, "Experts: an unknown activation, or an alpha or limit that is negative");
-  if (!found.limit) found.limit = INFINITY;
+  TRY(read_gate(api, info, &found.gate));
   TRY(constant_input(api, info, 3, &found.up));
   TRY(constant_input(api, info, 4, &found.down));
   TRY(constant_input(api, info, 5, &found.up_bias));

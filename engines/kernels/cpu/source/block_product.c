@@ -1,0 +1,230 @@
+#include "block_product.h"
+
+#include "memory.h"
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+/* Weights of a run, which all groups of tokens pass in turn: with the next ones they fit the second-level cache, unless a
+   pair of tiles alone has more. And how far ahead of the dot products weights are prefetched that one group passes: on a
+   Zen 5, 4 KB is as fast where memory reads 50 GB/s, and slower where it reads 65; 12 and 24 KB are slower at one token. */
+enum { RUN_BYTES = 64 << 10, STREAM_AHEAD = 8 << 10 };
+
+static inline F32x16 scale_at(const BlockWeight* w, int64_t tile, int64_t block) {
+  const int64_t at = (tile * w->blocks + block) * TILE;
+  if (w->shape.half_scales) return load_half(w->scales + 2 * at);
+  return load(w->scales + 4 * at);
+}
+
+void quantize_row(const BlockWeight* w, const BlockRows* rows, int64_t row, const float* x) {
+  const BlockShape* k = &w->shape;
+  int8_t* codes = rows->codes + row * row_bytes(k->K);
+  const int32_t midpoint = k->symmetric ? (1 << (k->bits - 1)) - code_offset((int)k->bits) : 1;
+  for (int64_t b = 0; b < w->blocks; b++) {
+    const float* from = x + b * k->block;
+    F32x16 max = {0}, non_finite = {0};
+    for (int64_t i = 0; i < k->block; i += LANES) {
+      max = vmax(max, vabs(load(from + i)));
+      non_finite = vfma(load(from + i), splat(0), non_finite); /* max drops NaN; the sum propagates it */
+    }
+    const float largest = reduce_max(max) + reduce_add(non_finite);
+    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    I32x16 sum = {0};
+    if (largest <= FLT_MAX && inverse <= FLT_MAX)
+      for (int64_t i = 0; i < k->block; i += LANES) {
+        I32x16 code = round_to_int(load(from + i) * splat(inverse));
+        sum += code;
+        store_int8(codes + b * k->block + i, saturate_int8(code));
+      }
+    else /* NaN and infinity have no codes, the scale is NaN; what is too small to divide by counts as 0 */
+      memset(codes + b * k->block, 0, k->block);
+    rows->scales[b * rows->stride + row] = largest / 127.0f;
+    rows->sums[b * rows->stride + row] = -reduce_add_int(sum) * midpoint;
+  }
+}
+
+/* Codes of `STEP` input channels of a tile, a byte each: step `s` of the tile that begins at `tile`. */
+INLINE I32x16 codes_at(const uint8_t* tile, int64_t s, const int bits) {
+  if (bits == 8) return load_int(tile + 64 * s);
+  const I32x16 nibble = splat_int(0x0f0f0f0f);
+  if (bits == 4) {
+    I32x16 both = load_int(tile + 64 * (s / 2));
+    return (s % 2 ? both >> 4 : both) & nibble;
+  }
+  if (bits == 5) {
+    /* Of eight steps, 256 bytes hold the low four bits and 64 the high one. */
+    const uint8_t* eight_steps = tile + 320 * (s / 8);
+    I32x16 low = load_int(eight_steps + 64 * (s % 8 / 2)), high = load_int(eight_steps + 256);
+    if (s % 2) low >>= 4;
+    high = s % 8 < 4 ? shift_left(high, 4 - s % 8) : high >> (s % 8 - 4);
+    return (low & nibble) | (high & splat_int(0x10101010));
+  }
+  /* 6 bits: of four steps, 128 bytes hold the low four bits and 64 the high two. */
+  const uint8_t* four_steps = tile + 192 * (s / 4);
+  I32x16 low = load_int(four_steps + 64 * (s % 4 / 2)), high = load_int(four_steps + 128);
+  if (s % 2) low >>= 4;
+  if (s % 4 == 0) high = shift_left(high, 4);
+  if (s % 4 == 1) high = shift_left(high, 2);
+  if (s % 4 == 3) high >>= 2;
+  return (low & nibble) | (high & splat_int(0x30303030));
+}
+
+INLINE void update_max(LaneMax* max, F32x16 y, int64_t column, int64_t count) {
+  y = blend(visnan(y), splat(INFINITY), y); /* so that NaN is not dropped */
+  F32x16 value = load(max->value);
+  Mask greater_lanes = first_lanes(count) & greater(y, value);
+  const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  store(max->value, blend(greater_lanes, y, value));
+  store_int(max->column, blend_int(greater_lanes, lane + splat_int((int32_t)column), load_int(max->column)));
+}
+
+/* `count` rows by `tiles` tiles. `count`, `tiles` and `bits` are constants where this is inlined. `ahead` is memory to
+   prefetch, some lines with each block; NULL: the weights that follow, line by line as others are used. */
+INLINE void multiply_tiles(const BlockWeight* w, const BlockRows* rows, float* to_y, LaneMax* max, Ahead* ahead,
+                           int64_t tile, int64_t row, const int count, const int tiles, const int bits) {
+  const BlockShape* k = &w->shape;
+  const int64_t block_steps = k->block / STEP, stride = row_bytes(k->K), bytes = TILE * k->K * bits / 8;
+  const int chains = (CHAINS + count * tiles - 1) / (count * tiles), depth = depth_of(bits),
+            joined = joined_steps(bits);
+  F32x16 y[GROUP][WIDE];
+  EACH (int m = 0; m < count; m++)
+    EACH (int t = 0; t < tiles; t++) y[m][t] = (F32x16){0};
+  const uint8_t* codes = w->codes + tile * bytes;
+  const int64_t last_steps = (w->tiles + w->after) * bytes - 64 * joined * bits / 8;
+  for (int64_t b = 0; b < w->blocks; b++) {
+    const float* x_scales = rows->scales + b * rows->stride + row;
+    const int32_t* x_sums = rows->sums + b * rows->stride + row;
+    I32x16 sum[GROUP][WIDE], more[CHAINS][WIDE][CHAINS];
+    EACH (int m = 0; m < count; m++)
+      EACH (int t = 0; t < tiles; t++) sum[m][t] = k->symmetric ? splat_int(x_sums[m]) : (I32x16){0};
+    EACH (int m = 0; m < count; m++)
+      EACH (int t = 0; t < tiles; t++)
+        EACH (int i = 1; i < chains; i++) more[m][t][i] = (I32x16){0};
+    const int8_t* x = rows->codes + row * stride + b * k->block;
+    const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
+    for (int64_t s = 0; s < block_steps; s += joined) {
+      const uint8_t* steps = from + 64 * s * bits / 8;
+      if (!ahead) {
+        const uint8_t* next = w->codes + smaller(steps - w->codes + STREAM_AHEAD, last_steps);
+        EACH (int i = 0; i < joined * bits / 8; i++) prefetch_l1(next + 64 * i);
+      }
+      EACH (int i = 0; i < joined; i += depth) {
+        I32x16 weights[4][WIDE];
+        EACH (int j = 0; j < depth; j++)
+          EACH (int t = 0; t < tiles; t++) weights[j][t] = codes_at(steps + t * bytes, i + j, bits);
+        EACH (int m = 0; m < count; m++) {
+          I32x16 partial[WIDE], *to[WIDE];
+          EACH (int t = 0; t < tiles; t++) {
+            to[t] = i % chains ? &more[m][t][i % chains] : &sum[m][t];
+            partial[t] = begin_dots(*to[t], bits);
+          }
+          EACH (int j = 0; j < depth; j++) {
+            const I32x16 activations = splat_int8x4(x + m * stride + STEP * (s + i + j));
+            EACH (int t = 0; t < tiles; t++) partial[t] = add_dot(partial[t], weights[j][t], activations, bits);
+          }
+          EACH (int t = 0; t < tiles; t++) *to[t] = end_dots(*to[t], partial[t], bits);
+        }
+      }
+    }
+    if (ahead) prefetch_some(ahead);
+    EACH (int m = 0; m < count; m++)
+      EACH (int t = 0; t < tiles; t++)
+        EACH (int i = 1; i < chains; i++) sum[m][t] += more[m][t][i];
+    EACH (int t = 0; t < tiles; t++) {
+      F32x16 scale = scale_at(w, tile + t, b);
+      I32x16 zero_point = {0};
+      if (!k->symmetric)
+        zero_point = widen_bytes(w->zero_points + ((tile + t) * w->blocks + b) * TILE) - splat_int(code_offset(bits));
+      EACH (int m = 0; m < count; m++) {
+        if (!k->symmetric) sum[m][t] += zero_point * splat_int(x_sums[m]);
+        F32x16 combined = scale * splat(x_scales[m]);
+        y[m][t] = vfma(to_float(sum[m][t]), combined, y[m][t]);
+      }
+    }
+  }
+  EACH (int t = 0; t < tiles; t++) {
+    /* A tile of padding has no columns; it must not even form addresses beyond those of the last. */
+    const int64_t left = k->N - (tile + t) * TILE;
+    const int64_t columns = left >= TILE ? TILE : left > 0 ? left : 0, column = left > 0 ? (tile + t) * TILE : 0;
+    F32x16 bias = w->bias ? load_first(w->bias + column, columns) : (F32x16){0};
+    EACH (int m = 0; m < count; m++)
+      if (max)
+        update_max(max + row + m, y[m][t] + bias, column, columns);
+      else
+        store_first(to_y + (row + m) * k->N + column, y[m][t] + bias, columns);
+  }
+}
+
+#define ROWS(count, tiles, bits) \
+  case count: multiply_tiles(w, rows, y, max, ahead, tile, row, count, tiles, bits); break;
+#if AVX512
+#define LARGER_GROUPS(bits) \
+  ROWS(5, 1, bits)          \
+  ROWS(6, 1, bits)          \
+  ROWS(7, 1, bits)          \
+  ROWS(8, 1, bits)          \
+  ROWS(9, 1, bits)          \
+  ROWS(10, 1, bits)         \
+  ROWS(11, 1, bits)         \
+  ROWS(12, 1, bits)
+/* Of more than GROUP rows, each group has at least four. */
+#define WIDE_GROUPS(bits) \
+  ROWS(4, WIDE, bits)     \
+  ROWS(5, WIDE, bits)     \
+  ROWS(6, WIDE, bits)
+#else
+#define LARGER_GROUPS(bits)
+#define WIDE_GROUPS(bits)
+#endif
+#define MULTIPLY_GROUP(bits)      \
+  if (width > 1) switch (count) { \
+      WIDE_GROUPS(bits)           \
+    }                             \
+  else                            \
+    switch (count) {              \
+      ROWS(1, 1, bits)            \
+      ROWS(2, 1, bits)            \
+      ROWS(3, 1, bits)            \
+      ROWS(4, 1, bits)            \
+      LARGER_GROUPS(bits)         \
+    }
+
+_Static_assert(WIDE == 1 || GROUP / WIDE == 6, "of more than GROUP rows a group has 4 to GROUP / WIDE");
+/* A group of rows by `width` tiles. */
+static void multiply_group(const BlockWeight* w, const BlockRows* rows, float* y, LaneMax* max, Ahead* ahead,
+                           int64_t tile, int64_t width, int64_t row, int count) {
+  if (w->shape.bits == 8)
+    MULTIPLY_GROUP(8)
+  else if (w->shape.bits == 6)
+    MULTIPLY_GROUP(6)
+  else if (w->shape.bits == 5)
+    MULTIPLY_GROUP(5)
+  else
+    MULTIPLY_GROUP(4)
+}
+
+/* Each group of rows passes a run of tiles before the next group does, so its activations stay in the first-level cache and
+   the weights in the second. The next run is prefetched meanwhile, some lines with each block: without this, memory is idle
+   while rows are computed. Where all rows are one group, memory is read in one stream and prefetched two pages ahead. The
+   processor's own prefetching stops at the end of a page, and the fewer bits a weight has, the fewer bytes its window of
+   instructions reaches beyond it. */
+void multiply_rows(const BlockWeight* w, const BlockRows* rows, int64_t first, int64_t end, float* y, LaneMax* max) {
+  const int64_t width = rows->count > GROUP ? WIDE : 1, largest = GROUP / width;
+  const int64_t groups = (rows->count + largest - 1) / largest, bytes = tile_bytes(&w->shape);
+  const int64_t most = RUN_BYTES > width * bytes ? RUN_BYTES / (width * bytes) * width : width;
+  for (int64_t begin = first; begin < end; begin += most) {
+    const int64_t stop = smaller(begin + most, end);
+    /* The run after this one may be the first of another part. It is prefetched in as many portions as this run has blocks. */
+    const int64_t left = stop < end ? end - stop : smaller(end - first, w->tiles + w->after - stop);
+    const int64_t next = smaller(most, left), portions = groups * w->blocks * (stop - begin) / width;
+    const char* from = (const char*)w->codes + stop * bytes;
+    Ahead ahead = {from, from + next * bytes, (next * bytes / 64 + portions - 1) / portions};
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t row = rows->count * g / groups;
+      const int count = (int)(rows->count * (g + 1) / groups - row);
+      for (int64_t tile = begin; tile < stop; tile += width)
+        multiply_group(w, rows, y, max, groups > 1 ? &ahead : NULL, tile, width, row, count);
+    }
+  }
+}
