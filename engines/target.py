@@ -60,6 +60,7 @@ class Capabilities:
     libraries: tuple[str, ...]  # distributions whose versions enter the fingerprint
     kv_dtypes: tuple[str, ...]
     compilers: tuple[str, ...] = ()  # distributions that compile its kernels; a build needs them, an engine does not
+    float_type: str = "fp32"  # where the plan decides: of a KV cache that is not quantized
     precisions: Mapping[str, Precision] = field(default_factory=dict[str, Precision])  # empty: the plan decides
     parity_probe: bool = False  # ``probe`` is implemented
     int8_activations: bool = False  # linears over blocks of codes round their input to int8, by row and block
@@ -69,7 +70,7 @@ class Capabilities:
     def precision(self, name: str) -> Precision:
         """:class:`BuildError` for a precision that the target does not declare."""
         if not self.precisions:
-            return Precision(float_type="fp32")
+            return Precision(float_type=self.float_type)
         if name not in self.precisions:
             raise BuildError(f"precision {name!r}", expected=f"one of {', '.join(self.precisions)}")
         return self.precisions[name]
