@@ -94,7 +94,8 @@ class CudaEngine:
         table = np.zeros((len(run), self._columns), np.int32)
         for number, piece in enumerate(run):
             table[number, : len(piece.blocks)] = piece.blocks
-        few = FEW_TOKENS if sum(count for count in counts if count <= FEW_TOKENS) <= FEW_ROWS else 1
+        rows = sum(count for count in counts if count <= FEW_TOKENS)
+        few = 0 if not rows else FEW_TOKENS if rows <= FEW_ROWS else 1
         return DeviceStep(
             ids=np.fromiter((token for piece in run for token in piece.tokens), np.int64, offsets[-1]),
             rows=np.array(
