@@ -38,10 +38,10 @@ SCHEMES = {
 OTHERS = Scheme(bits=4, group_size=32, symmetric=False)
 
 
-def small_graph() -> Artifact[PortableGraph]:
+def small_graph(max_tokens: int = MAX_TOKENS) -> Artifact[PortableGraph]:
     """A llama with heads that kernels take: two of queries, one of keys."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    return family_graph("llama-rope-scaling", max_position_embeddings=MAX_TOKENS, **sizes)
+    return family_graph("llama-rope-scaling", max_position_embeddings=max_tokens, **sizes)
 
 
 def small_weights(graph: Artifact[PortableGraph], *, decoded: bool = False) -> FixedWeights:
@@ -57,9 +57,15 @@ def small_weights(graph: Artifact[PortableGraph], *, decoded: bool = False) -> F
 
 
 def small_bundle(
-    folder: Path, *, target: str = "cuda:host", int8_cache: bool = True, decoded: bool = False, slots: int = 4
+    folder: Path,
+    *,
+    target: str = "cuda:host",
+    int8_cache: bool = True,
+    decoded: bool = False,
+    slots: int = 4,
+    max_tokens: int = MAX_TOKENS,
 ) -> Artifact[EngineBundle]:
-    graph = small_graph()
+    graph = small_graph(max_tokens)
     scale = np.full((graph.record.kv_heads, graph.record.head_size), 0.02, np.float32)
     return build(
         graph,

@@ -16,9 +16,11 @@ from engines.compile import build
 from engines.kernels.cuda import HOST_FILE, device, layout
 from engines.kernels.cuda import library as device_library
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
-from engines.load import at_level, find_target, load
+from engines.load import at_level, find_target, load, runs_here
 from engines.protocol import Engine, Entry, FloatArray, Result
 from engines.targets.cuda import engine as cuda_engine
+from pipeline.cli import doctor
+from pipeline.registry.levels import level_to_serve
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, ResourceError
@@ -208,6 +210,31 @@ def test_a_bundle_runs_at_the_levels_of_the_machine(
             assert at_level(bundle).record.hardware[0].level == level
             with pytest.raises(FingerprintError, match="sm120: this machine lacks sm120"):
                 at_level(bundle, "sm120")
+
+
+def test_the_level_host_says_that_it_is_an_emulation(
+    bundle: Artifact[EngineBundle], library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evidence taken there says so, and a server does not choose it where a bundle is for GPUs."""
+    assert runs_here(bundle).emulated and runs_here(bundle).level == "host"
+    with pytest.raises(FingerprintError, match=r"has kernels for sm120, .*, none of which this machine has"):
+        level_to_serve(bundle, ["host", "sm90"], "it")
+    with_gpu(monkeypatch, library)
+    with stand_in(library, major=9, minor=0):
+        assert not runs_here(bundle).emulated and level_to_serve(bundle, ["host", "sm90"], "it") == "sm90"
+        with pytest.raises(FingerprintError, match="no evidence for sm90"):
+            level_to_serve(bundle, ["host"], "it")
+
+
+def test_the_doctor_says_what_runs(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (doctor.cuda().status, doctor.cuda().found) == (doctor.Status.ABSENT, device.find_gpu())
+    with_gpu(monkeypatch, library)
+    with stand_in(library, major=8, minor=9, version=13010):
+        assert doctor.cuda().found == "stand-in for a GPU: sm89, driver for CUDA 13.1"
+    with stand_in(library, major=7, minor=5):
+        assert doctor.cuda().found == "stand-in for a GPU: no kernels for its compute capability 7.5"
+    with stand_in(library, version=12080):
+        assert doctor.cuda().found == "the driver is for CUDA 12.8, and 13.0 is needed"
 
 
 def test_an_engine_opens_over_a_driver(

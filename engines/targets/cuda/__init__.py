@@ -127,6 +127,7 @@ class Cuda(GraphTarget):
                 libraries={},
                 level=level,
                 more_features=True,
+                emulated=level == HOST,
             )
             for level in self._levels
         )
