@@ -82,7 +82,7 @@ def small_bundle(
 def without_machine_code(patch: pytest.MonkeyPatch) -> None:
     """Bundles carry a few bytes in place of machine code, which takes minutes to compile. The stand-in reads none."""
 
-    def cubins(architectures: Sequence[str] = ARCHITECTURES) -> dict[str, Path]:
+    def cubins(architectures: Sequence[str] = ARCHITECTURES, selected: Sequence[str] = ()) -> dict[str, Path]:
         folder = compiler.compiler.cache() / "no-machine-code"
         folder.mkdir(parents=True, exist_ok=True)
         for architecture in architectures:

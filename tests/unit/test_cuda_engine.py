@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -24,11 +27,13 @@ from pipeline.registry.levels import level_to_serve
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, ResourceError
+from tests.cuda import Launch
 from tests.cuda_bundles import MAX_TOKENS, planted_engine, small_bundle, stand_in, with_gpu, without_machine_code
 from tests.exported import family_graph
 
 COLUMNS = MAX_TOKENS // 64
 SEQUENCES = 20
+NOWHERE = layout.Arena((), defaultdict(lambda: 256), (0, 0), 0)
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +191,34 @@ def test_values_that_share_memory_are_never_held_at_once(bundle: Artifact[Engine
         written = [operation.pointers[field] for field in operation.writes if field in operation.pointers]
         assert not {places[name] for name in read} & {places[name] for name in written}, operation
         held |= {places[name]: name for name in written}
+
+
+@pytest.mark.parametrize("int8_cache", [True, False])
+def test_a_plan_selects_all_kernels_that_it_launches(tmp_path: Path, library: Path, int8_cache: bool) -> None:
+    """And no others: those of a cubin (test_cuda_cubins.py) that one of its operations launches, for any tokens."""
+    built = small_bundle(tmp_path / "bundle", int8_cache=int8_cache)
+    plan = LaunchPlan.model_validate_json((built.folder / PLAN_FILE).read_bytes())
+    loaded, names = ctypes.CDLL(str(library)), set[str]()
+    for operation in plan.operations:
+        kind = {"linear": "block_linear", "gather": "block_gather"}.get(operation.kind, operation.kind)
+        for tokens, few in ((1, 1), (16, 0), (32, 4), (64, 0), (300, 4)):
+            made, launches = device_library._operation(operation, NOWHERE), (Launch * 4)()
+            parameters = getattr(made.parameters, operation.kind)
+            parameters.M = parameters.count = parameters.B = parameters.parts = parameters.most_tokens = tokens
+            parameters.few_tokens = few
+            more = (0, ctypes.c_uint32(1)) if kind == "block_linear" else ()
+            count = getattr(loaded, f"tapeout_cuda_{kind}")(ctypes.byref(parameters), *more, launches)
+            names |= {one.kernel.decode() for one in launches[:count]}
+    selections = {
+        re.sub(r"block_linear_(F16_\d)_.*", r"LINEAR_\1", name)
+        .replace("block_gather", "GATHER")
+        .replace("rotary_cache", "CACHE")
+        .replace("attention_parts", "ATTENTION")
+        .replace("attention_prompt", "ATTENTION")
+        for name in names
+    }
+    always = {"argmax_parts", "argmax_rows", "attention_combine", "gated_rows", "norm_rows"}
+    assert selections - always == set(plan.selected)
 
 
 def test_pieces_of_the_arena_are_apart(bundle: Artifact[EngineBundle]) -> None:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -37,8 +38,11 @@ OPTIMIZED = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-s")
 LINKED = ("-ldl",)  # of the driver's library, which is opened by name
 
 
-def cubin(architecture: str, source: Path | None = None) -> Path:
-    """Machine code of all kernels for one of ``ARCHITECTURES``. :class:`BuildError` without NVRTC."""
+def cubin(architecture: str, source: Path | None = None, selected: Sequence[str] = ()) -> Path:
+    """Machine code for one of ``ARCHITECTURES``. :class:`BuildError` without NVRTC.
+
+    ``selected``: what a plan needs (``LaunchPlan.selected``); by default all kernels.
+    """
     source = source or SOURCE
     if architecture not in ARCHITECTURES:
         raise BuildError(f"no architecture {architecture!r}", expected=f"one of {', '.join(ARCHITECTURES)}")
@@ -50,7 +54,9 @@ def cubin(architecture: str, source: Path | None = None) -> Path:
             expected="the pinned compiler that CUDA kernels are built with",
             remedy='pip install ".[cuda]"',
         ) from error
-    flags = (f"--gpu-architecture={architecture.replace('sm', 'sm_')}", *CUBIN_FLAGS)
+    names = ("SELECTED_BY_NAME", *selected) if selected else ()
+    definitions = (f"--define-macro={name}=1" for name in names)
+    flags = (f"--gpu-architecture={architecture.replace('sm', 'sm_')}", *CUBIN_FLAGS, *definitions)
     folder = Path(str(wheel.locate_file("nvidia/cu13/lib")))
     return _once(
         _path(_device_sources(source), (NVRTC, wheel.version, *flags), f"cuda-{architecture}.cubin"),
@@ -58,10 +64,11 @@ def cubin(architecture: str, source: Path | None = None) -> Path:
     )
 
 
-def cubins(architectures: Sequence[str] = ARCHITECTURES) -> dict[str, Path]:
-    """Machine code by architecture; as many are compiled at once as there are cores."""
+def cubins(architectures: Sequence[str] = ARCHITECTURES, selected: Sequence[str] = ()) -> dict[str, Path]:
+    """Machine code by architecture; as many are compiled at once as there are cores. ``selected``: of :func:`cubin`."""
+    compile_ = partial(cubin, selected=selected)
     with ThreadPoolExecutor(physical_cores()) as pool:
-        return dict(zip(architectures, pool.map(cubin, architectures), strict=True))
+        return dict(zip(architectures, pool.map(compile_, architectures), strict=True))
 
 
 def host_library(source: Path | None = None) -> Path:

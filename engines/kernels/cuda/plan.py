@@ -61,6 +61,20 @@ class LaunchPlan(Frozen):
     vocabulary: int
     logits: str  # the value
 
+    @property
+    def selected(self) -> tuple[str, ...]:
+        """Instances of kernels that the plan launches, as sources call them; the others need not be compiled."""
+        found = set[str]()
+        for one in self.operations:
+            if one.kind == "gather":
+                found.add(f"GATHER_{one.numbers['weight.bits']}")
+            elif one.kind == "linear":
+                found.add(f"LINEAR_{'BF16' if one.bfloat16 else 'F16'}_{one.numbers['weight.bits']}")
+            elif one.kind == "attention":
+                cache = "Int8" if "key_scales" in one.pointers else "Half"
+                found |= {f"CACHE_{cache}", f"ATTENTION_{cache}_{one.numbers['D']}"}
+        return tuple(sorted(found))
+
 
 def make_plan(model: ir.Model) -> LaunchPlan:
     """Of a lowered graph, without tensors. :class:`BuildError` names what has no kernel."""

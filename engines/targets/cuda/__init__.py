@@ -116,7 +116,7 @@ class Cuda(GraphTarget):
         (folder / CONSTANTS_FILE).write_bytes(constants)
         (folder / "kernels").mkdir()
         architectures = tuple(level for level in self._levels if level != HOST)
-        for architecture, compiled in compiler.cubins(architectures).items():
+        for architecture, compiled in compiler.cubins(architectures, plan.selected).items():
             shutil.copyfile(compiled, folder / cubin_file(architecture))
         shutil.copyfile(compiler.host_library(), folder / HOST_FILE)
         needed = next(level for level in reversed(PROCESSORS) if level.machine == platform.machine()).needed
