@@ -66,6 +66,7 @@ class Capabilities:
     int8_activations: bool = False  # linears over blocks of codes round their input to int8, by row and block
     timed: bool = False  # ``timer`` is implemented, so a plan can be chosen for this target
     operators: tuple[str, ...] | None = None  # of tapeout/operators; None: all, as the runtime computes their bodies
+    ahead_of_time: bool = False  # a bundle for all levels is built on any machine
 
     def precision(self, name: str) -> Precision:
         """:class:`BuildError` for a precision that the target does not declare."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from engines.bundle import EngineBundle
 from engines.compile import build
@@ -22,8 +23,10 @@ from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
 from engines.load import at_level, find_target, load, runs_here
 from engines.protocol import Engine, Entry, FloatArray, Result
 from engines.targets.cuda import engine as cuda_engine
+from pipeline.cli import build as command
 from pipeline.cli import doctor
 from pipeline.registry.levels import level_to_serve
+from pipeline.stages import hardware
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, ResourceError
@@ -287,6 +290,22 @@ def test_a_pinned_level_is_all_that_a_bundle_carries(tmp_path: Path) -> None:
     assert sorted(name for name in built.files if name.startswith("kernels/")) == [HOST_FILE]
     with pytest.raises(BuildError, match="no level 'sm70'"):
         find_target("cuda:sm70")
+
+
+def test_a_build_without_a_level_has_all_levels(
+    bundle: Artifact[EngineBundle], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = list[tuple[str, str]]()
+
+    def build_at(request: Any, target: Any, level: str, progress: Any) -> Artifact[EngineBundle]:
+        asked.append((target.name, level))
+        return bundle
+
+    monkeypatch.setattr(hardware, "build_at", build_at)
+    command.build(None, "cuda", (), Console(width=300))  # type: ignore[arg-type]
+    assert asked == [("cuda", "")]
+    printed = capsys.readouterr().out
+    assert "kernels for sm120, sm100, sm90, sm89, sm80, host" in printed and "set build.target to cuda," in printed
 
 
 FAULTS: dict[str, tuple[dict[str, int], type[Exception], str]] = {

@@ -35,7 +35,7 @@ class Cuda(GraphTarget):
         self._levels = levels
 
     name = "cuda"
-    capabilities = Capabilities(libraries=(), kv_dtypes=("float16", "int8"), float_type="fp16")
+    capabilities = Capabilities(libraries=(), kv_dtypes=("float16", "int8"), float_type="fp16", ahead_of_time=True)
 
     @property
     def kernels(self) -> CudaKernels:

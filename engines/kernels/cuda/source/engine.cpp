@@ -399,6 +399,7 @@ extern "C" EXPORTED int tapeout_cuda_begin(Engine* e, const StepInputs* step) {
 
 /* Waits for the step that was begun; its results are copied to ``to``. */
 extern "C" EXPORTED int tapeout_cuda_finish(Engine* e, void* to) {
+  CALL(cuCtxSetCurrent, e->context);
   CALL(cuStreamSynchronize, e->stream);
   if (e->on_host && check_guards(e)) return e->failure;
   memcpy(to, e->results, e->result_bytes);
