@@ -20,7 +20,7 @@ from engines.compile import build
 from engines.kernels.cuda import HOST_FILE, device, layout
 from engines.kernels.cuda import library as device_library
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
-from engines.load import at_level, find_target, load, runs_here
+from engines.load import at_level, find_target, load, open_probe, runs_here
 from engines.protocol import Engine, Entry, FloatArray, Result
 from engines.targets.cuda import engine as cuda_engine
 from pipeline.cli import build as command
@@ -90,6 +90,22 @@ def test_an_engine_equals_the_float_engine_of_its_weights(tmp_path: Path, int8_c
     assert found[0].shape == (150, 203)
     assert np.abs(found[0] - found[1]).max() < bound * np.abs(found[1]).max()
     assert kl(found[1], found[0]) < bound / 1000
+
+
+def test_a_probe_has_every_linear_and_the_embedding(tmp_path: Path) -> None:
+    """Of a document longer than a piece, against the float engine of the same weights."""
+    tokens, found = words(270, 3), list[tuple[FloatArray, dict[str, FloatArray], FloatArray]]()
+    for target, decoded in (("cuda:host", False), ("ort-cpu", True)):
+        built = small_bundle(tmp_path / target, target=target, decoded=decoded, int8_cache=False)
+        probe = open_probe(built, tmp_path, threads=1)
+        found.append((*probe(tokens), np.concatenate([*probe.embedding()])))
+    (logits, linears, embedding), (wanted_logits, wanted, wanted_embedding) = found
+    np.testing.assert_allclose(embedding, wanted_embedding, rtol=1e-6)
+    assert linears.keys() == wanted.keys() and len(linears) == 2 * 7 + 1
+    for name, value in {**linears, "logits": logits}.items():
+        expected = wanted_logits if name == "logits" else wanted[name]
+        assert value.shape == expected.shape and len(value) == 270
+        assert np.abs(value - expected).max() < 5e-3 * np.abs(expected).max(), name
 
 
 def test_a_step_is_one_copy_up_one_down_and_one_wait(opened: Engine, library: Path) -> None:

@@ -118,17 +118,7 @@ class DeviceEngine:
 
     def begin(self, step: DeviceStep, *, logits: bool) -> Callable[[], NDArray[Any]]:
         """Begin a step; what is returned waits for it, and gives tokens ``[P]`` or logits ``[P, V]``."""
-        inputs = StepInputs(
-            *(array.ctypes.data for array in (step.ids, step.rows, step.offsets, step.starts, step.table)),
-            len(step.ids),
-            len(step.starts),
-            len(step.rows),
-            step.bucket,
-            step.keys,
-            step.few_tokens,
-            step.most_tokens,
-            int(logits),
-        )
+        inputs = _inputs(step, logits=logits)
         self._check(self._library.tapeout_cuda_begin(self._engine, ctypes.byref(inputs)))
         shape = (len(step.rows), self._vocabulary) if logits else (len(step.rows),)
         results = np.empty(shape, np.float32 if logits else np.int64)
@@ -138,6 +128,12 @@ class DeviceEngine:
             return results
 
         return finish
+
+    def trace(self, step: DeviceStep, outputs: Sequence[NDArray[np.float32] | None]) -> None:
+        """Run as many operations as there are ``outputs``, and fill these: of linears, and of the embedding."""
+        pointers = (ctypes.c_void_p * len(outputs))(*(None if one is None else one.ctypes.data for one in outputs))
+        inputs = _inputs(step, logits=True)
+        self._check(self._library.tapeout_cuda_trace(self._engine, ctypes.byref(inputs), len(outputs), pointers))
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
         self._check(self._library.tapeout_cuda_copy_block(self._engine, source, target, tokens))
@@ -162,12 +158,27 @@ class DeviceEngine:
         )
 
 
+def _inputs(step: DeviceStep, *, logits: bool) -> StepInputs:
+    return StepInputs(
+        *(array.ctypes.data for array in (step.ids, step.rows, step.offsets, step.starts, step.table)),
+        len(step.ids),
+        len(step.starts),
+        len(step.rows),
+        step.bucket,
+        step.keys,
+        step.few_tokens,
+        step.most_tokens,
+        int(logits),
+    )
+
+
 def _loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     pointer = ctypes.c_void_p
     library.tapeout_cuda_open.restype = pointer
     library.tapeout_cuda_open.argtypes = [pointer, pointer, ctypes.c_char_p, ctypes.c_size_t]
     library.tapeout_cuda_begin.argtypes = [pointer, pointer]
+    library.tapeout_cuda_trace.argtypes = [pointer, pointer, ctypes.c_int, pointer]
     library.tapeout_cuda_finish.argtypes = [pointer, pointer]
     library.tapeout_cuda_copy_block.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
     library.tapeout_cuda_error.argtypes = [pointer]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engines.kernels.cuda.kernel_set import CudaKernels
     from engines.kernels.serving import ServingKernels
     from engines.protocol import Engine
+    from engines.target import Probe
     from tapeout.artifact import Artifact
 
 LEVELS = (*reversed(ARCHITECTURES), HOST)  # the best first; no GPU runs two of them but 8.9, which also runs sm80
@@ -35,7 +36,9 @@ class Cuda(GraphTarget):
         self._levels = levels
 
     name = "cuda"
-    capabilities = Capabilities(libraries=(), kv_dtypes=("float16", "int8"), float_type="fp16", ahead_of_time=True)
+    capabilities = Capabilities(
+        libraries=(), kv_dtypes=("float16", "int8"), float_type="fp16", parity_probe=True, ahead_of_time=True
+    )
 
     @property
     def kernels(self) -> CudaKernels:
@@ -137,6 +140,11 @@ class Cuda(GraphTarget):
         from engines.targets.cuda.engine import CudaEngine
 
         return CudaEngine(bundle, sequences=slots or bundle.record.io.slots)
+
+    def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
+        from engines.targets.cuda.probe import CudaProbe
+
+        return CudaProbe(bundle)
 
 
 TARGET = Cuda()

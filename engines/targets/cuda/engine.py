@@ -19,26 +19,35 @@ from tapeout.artifact import Artifact, verify_files
 from tapeout.state import paged_buffers
 
 
+def plan_of(bundle: Artifact[EngineBundle]) -> LaunchPlan:
+    return LaunchPlan.model_validate_json((bundle.folder / PLAN_FILE).read_bytes())
+
+
+def open_device(bundle: Artifact[EngineBundle], plan: LaunchPlan, blocks: int) -> DeviceEngine:
+    """``blocks``: of the KV cache. What is code is verified before it is loaded."""
+    io, (hardware, *_) = bundle.record.io, bundle.record.hardware
+    on_host = hardware.level == HOST
+    code = None if on_host else cubin_file(hardware.level)
+    verify_files(bundle.folder, {name: bundle.files[name] for name in (HOST_FILE, code) if name})
+    return DeviceEngine(
+        bundle.folder / HOST_FILE,
+        bundle.folder,
+        plan,
+        cache=list(paged_buffers(io.state, blocks, BLOCK_TOKENS)),
+        columns=-(-io.max_tokens // BLOCK_TOKENS),
+        driver=None if on_host else device.DRIVER,
+        machine_code=bundle.folder / code if code else None,
+    )
+
+
 class CudaEngine:
     """See :class:`engines.protocol.Engine`. ``sequences``: of full length, that there is memory for."""
 
     def __init__(self, bundle: Artifact[EngineBundle], *, sequences: int) -> None:
-        io, (hardware, *_) = bundle.record.io, bundle.record.hardware
-        on_host = hardware.level == HOST
-        code = None if on_host else cubin_file(hardware.level)
-        run = [HOST_FILE, *([code] if code else [])]
-        verify_files(bundle.folder, {name: bundle.files[name] for name in run})  # they are code
+        io, on_host = bundle.record.io, bundle.record.hardware[0].level == HOST
         self._columns = -(-io.max_tokens // BLOCK_TOKENS)
         blocks = sequences * self._columns
-        self._device = DeviceEngine(
-            bundle.folder / HOST_FILE,
-            bundle.folder,
-            LaunchPlan.model_validate_json((bundle.folder / PLAN_FILE).read_bytes()),
-            cache=list(paged_buffers(io.state, blocks, BLOCK_TOKENS)),
-            columns=self._columns,
-            driver=None if on_host else device.DRIVER,
-            machine_code=bundle.folder / code if code else None,
-        )
+        self._device = open_device(bundle, plan_of(bundle), blocks)
         self.digest = bundle.digest
         self.capabilities = EngineCapabilities(
             block_tokens=BLOCK_TOKENS,

@@ -248,15 +248,23 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
   return 0;
 }
 
-/* Launches all operations, or only finds their kernels. */
-static int run_operations(Engine* e, const StepInputs* step, bool launched) {
+/* What an operation has computed, and its size; of those that a trace asks for. */
+static const float* result_of(const StepInputs* step, const Operation* o, size_t* bytes) {
+  const int rows = o->wanted ? step->P : step->M;
+  *bytes = (size_t)rows * (size_t)(o->kind == LINEAR ? o->linear.weight.N : o->gather.weight.K) * sizeof(float);
+  return o->kind == LINEAR ? o->linear.y : o->kind == GATHER ? o->gather.y : nullptr;
+}
+
+/* Launches the first `count` operations, or only finds their kernels. outputs: where results of operations are copied to,
+   each right after it; NULL: none. */
+static int run_operations(Engine* e, const StepInputs* step, bool launched, int count, void* const* outputs) {
   const Places at = places_of(e, step->M, step->B, step->P);
-  for (int i = 0; i < e->settings.operation_count; i++) {
+  for (int i = 0; i < count; i++) {
     Operation o = e->operations[i];
     if (o.wanted && !step->P) continue;
     Launch launches[MOST_LAUNCHES];
-    const int count = launches_of(e, step, &at, &o, launches);
-    for (int j = 0; j < count; j++) {
+    const int launch_count = launches_of(e, step, &at, &o, launches);
+    for (int j = 0; j < launch_count; j++) {
       const Launch* one = &launches[j];
       void *function = nullptr, *parameters = const_cast<void*>(one->parameters);
       if (find_function(e, one, &function)) return e->failure;
@@ -266,6 +274,9 @@ static int run_operations(Engine* e, const StepInputs* step, bool launched) {
                              one->kernel))
         return e->failure;
     }
+    size_t bytes = 0;
+    const float* result = outputs && outputs[i] ? result_of(step, &o, &bytes) : nullptr;
+    if (result) CALL(cuMemcpyDtoHAsync_v2, outputs[i], reinterpret_cast<DevicePointer>(result), bytes, e->stream);
   }
   return 0;
 }
@@ -282,10 +293,11 @@ static StepInputs whole_bucket(const Engine* e, int bucket) {
 static int capture(Engine* e) {
   for (int i = 0; i < e->settings.bucket_count; i++) {
     const StepInputs step = whole_bucket(e, e->buckets[i]);
-    if (run_operations(e, &step, false)) return e->failure; /* kernels are loaded before */
+    if (run_operations(e, &step, false, e->settings.operation_count, nullptr))
+      return e->failure; /* kernels are loaded before */
     void* graph = nullptr;
     CALL(cuStreamBeginCapture_v2, e->stream, CAPTURE_THIS_THREAD);
-    const int failed = run_operations(e, &step, true);
+    const int failed = run_operations(e, &step, true, e->settings.operation_count, nullptr);
     CALL(cuStreamEndCapture, e->stream, &graph);
     if (failed) return failed;
     CALL(cuGraphInstantiateWithFlags, &e->graphs[i], graph, 0);
@@ -367,6 +379,21 @@ static void write_inputs(Engine* e, const StepInputs* step, const StepInputs* ru
   memset(table + (size_t)step->B * (size_t)e->settings.columns, 0, (size_t)(run->B - step->B) * row);
 }
 
+/* Runs the first `count` operations of a step, and waits. outputs: for each operation that is a linear or gathers rows,
+   where its result is copied to, or NULL. */
+extern "C" EXPORTED int tapeout_cuda_trace(Engine* e, const StepInputs* step, int count, void* const* outputs) {
+  e->failure = 0;
+  CALL(cuCtxSetCurrent, e->context);
+  const Places at = places_of(e, step->M, step->B, step->P);
+  if (at.bytes > e->settings.inputs_bytes || count > e->settings.operation_count)
+    return fail(e, WRONG_PLAN, "a trace of %d tokens and %d operations", step->M, count);
+  write_inputs(e, step, step, &at);
+  CALL(cuMemcpyHtoDAsync_v2, e->arena + e->settings.inputs, e->inputs, at.bytes, e->stream);
+  if (run_operations(e, step, true, count, outputs)) return e->failure;
+  CALL(cuStreamSynchronize, e->stream);
+  return e->on_host ? check_guards(e) : 0;
+}
+
 /* Begins a step; 0, or a Failure. Its inputs may be changed when this returns. */
 extern "C" EXPORTED int tapeout_cuda_begin(Engine* e, const StepInputs* step) {
   e->failure = 0;
@@ -384,7 +411,7 @@ extern "C" EXPORTED int tapeout_cuda_begin(Engine* e, const StepInputs* step) {
   write_inputs(e, step, &run, &at);
   CALL(cuMemcpyHtoDAsync_v2, e->arena + e->settings.inputs, e->inputs, at.bytes, e->stream);
   if (graph < 0) {
-    if (run_operations(e, &run, true)) return e->failure;
+    if (run_operations(e, &run, true, e->settings.operation_count, nullptr)) return e->failure;
   } else {
     CALL(cuGraphLaunch, e->graphs[graph], e->stream);
   }
