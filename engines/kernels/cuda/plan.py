@@ -23,7 +23,7 @@ PLAN_FILE, CONSTANTS_FILE, WEIGHTS_FILE = "plan.json", "constants.bin", "weights
 ALIGNMENT = 256  # of constants in their file
 
 
-class StoredTensor(Frozen):
+class PlacedTensor(Frozen):
     """Where a tensor lies in the bundle."""
 
     file: str
@@ -55,7 +55,7 @@ class LaunchPlan(Frozen):
 
     operations: tuple[PlanOperation, ...]
     values: dict[str, PlanValue]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, PlacedTensor]
     heads: int
     head_size: int
     vocabulary: int
@@ -84,16 +84,16 @@ def make_plan(model: ir.Model) -> LaunchPlan:
 def with_tensors(plan: LaunchPlan, model: ir.Model) -> tuple[LaunchPlan, bytes]:
     """The plan with all tensors where they were written, and the contents of a file of those that lie in the graph."""
     named = {name for operation in plan.operations for name in operation.pointers.values()} - plan.values.keys()
-    tensors, constants = dict[str, StoredTensor](), bytearray()
+    tensors, constants = dict[str, PlacedTensor](), bytearray()
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if name not in named or tensor is None:
             continue
         if isinstance(tensor, ir.ExternalTensor):
-            tensors[name] = StoredTensor(file=WEIGHTS_FILE, offset=tensor.offset or 0, nbytes=tensor.nbytes)
+            tensors[name] = PlacedTensor(file=WEIGHTS_FILE, offset=tensor.offset or 0, nbytes=tensor.nbytes)
         else:
             constants.extend(bytes(-len(constants) % ALIGNMENT))
-            tensors[name] = StoredTensor(file=CONSTANTS_FILE, offset=len(constants), nbytes=tensor.nbytes)
+            tensors[name] = PlacedTensor(file=CONSTANTS_FILE, offset=len(constants), nbytes=tensor.nbytes)
             constants.extend(tensor.tobytes())
     return plan.model_copy(update={"tensors": tensors}), bytes(constants)
 
