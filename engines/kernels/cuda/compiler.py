@@ -90,9 +90,8 @@ def host_library(source: Path | None = None) -> Path:
         if done.returncode:
             raise _not_compiled(source, done.stderr, compiler.COMPILER)
 
-    return _once(
-        _path(sorted(source.iterdir()), (metadata.version(compiler.COMPILER), *flags), f"cuda-{HOST}.so"), write
-    )
+    compiled_by = (metadata.version(compiler.COMPILER), *flags, *LINKED)
+    return _once(_path(sorted(source.iterdir()), compiled_by, f"cuda-{HOST}.so"), write)
 
 
 def host_sources(source: Path) -> list[Path]:

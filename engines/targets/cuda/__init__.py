@@ -9,7 +9,9 @@ import platform
 import shutil
 from typing import TYPE_CHECKING
 
+from engines.kernels.cpu.compiler import COMPILER
 from engines.kernels.cuda import ARCHITECTURES, HOST, HOST_FILE, cubin_file
+from engines.kernels.cuda.compiler import NVRTC
 from engines.target import Capabilities, GraphTarget, Passes
 from tapeout.errors import BuildError, FingerprintError
 from tapeout.fingerprint import Fingerprint, cpu_features
@@ -37,7 +39,13 @@ class Cuda(GraphTarget):
 
     name = "cuda"
     capabilities = Capabilities(
-        libraries=(), kv_dtypes=("float16", "int8"), float_type="fp16", parity_probe=True, ahead_of_time=True
+        libraries=(),
+        kv_dtypes=("float16", "int8"),
+        compilers=(COMPILER, NVRTC),
+        float_type="fp16",
+        parity_probe=True,
+        ahead_of_time=True,
+        operators=("Attention",),
     )
 
     @property
