@@ -31,8 +31,16 @@ from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, ResourceError
 from tests.cuda import Launch
-from tests.cuda_bundles import MAX_TOKENS, planted_engine, small_bundle, stand_in, with_gpu, without_machine_code
-from tests.exported import family_graph
+from tests.cuda_bundles import (
+    MAX_TOKENS,
+    planted_engine,
+    small_bundle,
+    small_graph,
+    stand_in,
+    with_gpu,
+    without_machine_code,
+)
+from tests.exported import build_float, family_graph
 
 COLUMNS = MAX_TOKENS // 64
 SEQUENCES = 20
@@ -90,6 +98,21 @@ def test_an_engine_equals_the_float_engine_of_its_weights(tmp_path: Path, int8_c
     assert found[0].shape == (150, 203)
     assert np.abs(found[0] - found[1]).max() < bound * np.abs(found[1]).max()
     assert kl(found[1], found[0]) < bound / 1000
+
+
+def test_a_plan_costs_no_more_quality_than_on_a_cpu(tmp_path: Path) -> None:
+    """KL against the float engine of the checkpoint, of the same plan on both targets."""
+    tokens, found = words(100, 8), dict[str, FloatArray]()
+    bundles = {
+        "float": build_float(small_graph(), tmp_path / "float", 1),
+        "cpu": small_bundle(tmp_path / "cpu", target="ort-cpu"),
+        "host": small_bundle(tmp_path / "host"),
+    }
+    for name, built in bundles.items():
+        with closing(load(built.folder, threads=1)) as engine:
+            (found[name],) = logits_of(engine.step([Entry(tokens, 0, blocks(0), "logits", range(100))]))
+    on_cpu, on_host = (kl(found["float"], found[name]) for name in ("cpu", "host"))
+    assert 1e-4 < on_host <= on_cpu + 0.002
 
 
 def test_a_probe_has_every_linear_and_the_embedding(tmp_path: Path) -> None:
