@@ -354,6 +354,11 @@ FAULTS: dict[str, tuple[dict[str, int], type[Exception], str]] = {
         "driver is too old: the driver is for CUDA 12.8",
     ),
     "no GPU": ({"major": 0}, FingerprintError, "the driver finds no GPU"),
+    "a GPU that the machine code is not for": (
+        {"major": 7, "minor": 5},
+        FingerprintError,
+        "no kernels for this GPU: .* 7.5",
+    ),
     "too little memory": ({"bytes": 1 << 20}, ResourceError, "no memory on the device: .* where 0.00 of 0.00 GB"),
 }
 

@@ -99,7 +99,8 @@ static int find_device(Engine* e) {
   CALL(cuDevicePrimaryCtxRetain, &e->context, e->device);
   e->has_context = 1;
   CALL(cuCtxSetCurrent, e->context);
-  if (e->driver.cuModuleLoadData(&e->module, e->settings.machine_code)) {
+  const int loaded = e->driver.cuModuleLoadData(&e->module, e->settings.machine_code);
+  if (loaded == INVALID_IMAGE || loaded == NO_BINARY_FOR_GPU) {
     e->module = nullptr;
     int major = 0, minor = 0;
     CALL(cuDeviceGetAttribute, &major, MAJOR, e->device);
@@ -107,6 +108,7 @@ static int find_device(Engine* e) {
     return fail(e, NO_MACHINE_CODE, "the GPU has compute capability %d.%d, for which this machine code is not", major,
                 minor);
   }
+  if (called(e, loaded, "cuModuleLoadData")) return e->module = nullptr, e->failure;
   CALL(cuStreamCreate, &e->stream, NON_BLOCKING);
   return 0;
 }

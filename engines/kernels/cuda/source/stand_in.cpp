@@ -181,7 +181,9 @@ int cuMemsetD8Async(DevicePointer to, unsigned char value, size_t bytes, void* s
   return SUCCESS;
 }
 
+/* All machine code is for GPUs from 8.0 on. */
 int cuModuleLoadData(void** module, const void* image) {
+  if (image && device.major < 8) return NO_BINARY_FOR_GPU;
   *module = const_cast<void*>(image ? image : &device);
   return SUCCESS;
 }
