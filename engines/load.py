@@ -105,8 +105,9 @@ def at_level(bundle: Artifact[EngineBundle], level: str = "") -> Artifact[Engine
 
 def runs_here(bundle: Artifact[EngineBundle], level: str = "") -> Fingerprint:
     """This machine as it runs the bundle: what evidence names as the place where it was taken."""
-    chosen = at_level(bundle, level).record.hardware[0].level
-    return find_target(bundle.record.target).fingerprint().model_copy(update={"level": chosen})
+    chosen = at_level(bundle, level).record.hardware[0]
+    here = find_target(bundle.record.target).fingerprint()
+    return here.model_copy(update={"level": chosen.level, "emulated": chosen.emulated})
 
 
 def open_probe(bundle: Artifact[EngineBundle], scratch: Path, *, threads: int = 0) -> Probe:

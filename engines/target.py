@@ -64,16 +64,18 @@ class Capabilities:
     libraries: tuple[str, ...]  # distributions whose versions enter the fingerprint
     kv_dtypes: tuple[str, ...]
     compilers: tuple[str, ...] = ()  # distributions that compile its kernels; a build needs them, an engine does not
+    float_type: str = "fp32"  # where the plan decides: of a KV cache that is not quantized
     precisions: Mapping[str, Precision] = field(default_factory=dict[str, Precision])  # empty: the plan decides
     parity_probe: bool = False  # ``probe`` is implemented
     int8_activations: bool = False  # linears over blocks of codes round their input to int8, by row and block
     timed: bool = False  # ``timer`` is implemented, so a plan can be chosen for this target
     operators: tuple[str, ...] | None = None  # of tapeout/operators; None: all, as the runtime computes their bodies
+    ahead_of_time: bool = False  # a bundle for all levels is built on any machine
 
     def precision(self, name: str) -> Precision:
         """:class:`BuildError` for a precision that the target does not declare."""
         if not self.precisions:
-            return Precision(float_type="fp32")
+            return Precision(float_type=self.float_type)
         if name not in self.precisions:
             raise BuildError(f"precision {name!r}", expected=f"one of {', '.join(self.precisions)}")
         return self.precisions[name]

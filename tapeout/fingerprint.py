@@ -20,6 +20,8 @@ class Fingerprint(Frozen):
     libraries: dict[str, str]
     level: str = ""  # of native kernels (engines/kernels/cpu); empty where there are none
     more_features: bool = False  # of a bundle whose kernels the level alone selects: it runs where there are more
+    # Kernels run on other hardware than they are for: it shows what they compute, and is no evidence of that hardware.
+    emulated: bool = False
 
 
 # What selects kernels, as Linux calls it: of ONNX Runtime (onnxruntime/core/mlas/lib/platform.cpp, and KleidiAI in it)

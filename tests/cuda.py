@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from engines.kernels.cuda import compiler
 from engines.kernels.cuda.packing import by_row_pair, packed
+from engines.kernels.cuda.parameters import BlockLinear, Weight
 from tapeout.quantized import QuantizedWeight
 
 Array = NDArray[Any]
@@ -26,47 +27,10 @@ TYPES = ("F16", "BF16")
 ORDERS = (0, 1, 7)  # of fibers: first thread first, last first, shuffled
 OTHER_LIBRARY = "TAPEOUT_TEST_CUDA_LIBRARY"
 ALIGNMENT = 16  # of a GPU's allocations it is 256
-P, I32, F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-
-
-class Weight(ctypes.Structure):
-    _fields_ = (("codes", P), ("scales", P), ("zero_points", P), ("N", I32), ("K", I32), ("bits", I32),
-                ("group_shift", I32), ("half_scales", I32))  # fmt: skip
-
-
-class BlockLinear(ctypes.Structure):
-    _fields_ = (("weight", Weight), ("x", P), ("bias", P), ("y", P), ("M", I32))
-
-
-class Norm(ctypes.Structure):
-    _fields_ = (("a", P), ("b", P), ("weight", P), ("rows", P), ("sum", P), ("y", P), ("count", I32), ("M", I32),
-                ("K", I32), ("bfloat16", I32), ("epsilon", F32))  # fmt: skip
-
-
-class Gated(ctypes.Structure):
-    _fields_ = (("x", P), ("y", P), ("M", I32), ("K", I32), ("bfloat16", I32))
-
-
-class BlockGather(ctypes.Structure):
-    _fields_ = (("weight", Weight), ("ids", P), ("y", P), ("M", I32))
-
-
-class Argmax(ctypes.Structure):
-    _fields_ = (("logits", P), ("part_max", P), ("part_index", P), ("y", P), ("M", I32), ("N", I32))
-
-
-class Attention(ctypes.Structure):
-    _fields_ = (
-        *((name, P) for name in ("qkv", "cosines", "sines", "key_cache", "value_cache", "key_scales", "value_scales")),
-        *((name, P) for name in ("offsets", "starts", "table", "query", "part_sums", "part_rows", "y")),
-        *((name, I32) for name in ("M", "B", "columns", "H", "KV", "D", "bfloat16", "interleaved", "window", "parts")),
-        *((name, I32) for name in ("few_tokens", "most_tokens")),
-        *((name, F32) for name in ("scale", "softcap")),
-    )
 
 
 class Launch(ctypes.Structure):
-    _fields_ = (("kernel", ctypes.c_char * 56), ("parameters", P), ("grid", ctypes.c_uint32 * 3),
+    _fields_ = (("kernel", ctypes.c_char * 56), ("parameters", ctypes.c_void_p), ("grid", ctypes.c_uint32 * 3),
                 ("threads", ctypes.c_uint32), ("shared_bytes", ctypes.c_uint32))  # fmt: skip
 
 
@@ -77,15 +41,15 @@ class Device:
         self._library = ctypes.CDLL(str(library))
         self._library.tapeout_cuda_launch.restype = ctypes.c_char_p
         self._memory = ctypes.CDLL(None)
-        self._memory.posix_memalign.argtypes = [P, ctypes.c_size_t, ctypes.c_size_t]
-        self._memory.free.argtypes = [P]
+        self._memory.posix_memalign.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+        self._memory.free.argtypes = [ctypes.c_void_p]
         self._held: list[int] = []
         self.order = order
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """NaNs, or the bytes that are NaNs in floats."""
         size = max(int(np.prod(shape)) * np.dtype(dtype).itemsize, 1)
-        address = P()
+        address = ctypes.c_void_p()
         assert self._memory.posix_memalign(ctypes.byref(address), ALIGNMENT, size) == 0 and address.value
         self._held.append(address.value)
         ctypes.memset(address, 0xFF, size)

@@ -51,6 +51,9 @@ def build(request: BuildRequest, name: str, capabilities: Sequence[str], console
     if capabilities and isinstance(find_target(name), GraphTarget):
         _build_levels(request, {level: graph_target(f"{name}:{level}") for level in capabilities}, console)
         return
+    if find_target(name).capabilities.ahead_of_time:
+        _build_levels(request, {"": graph_target(name)}, console)
+        return
     target = hardware_target(name)
     if not capabilities:
         raise BuildError(
@@ -86,7 +89,8 @@ def _build_levels(request: BuildRequest, targets: Mapping[str, GraphTarget], con
             built = hardware.build_at(request, target, level, lambda step: status.update(f"{level}: {step}"))  # noqa: B023
         kernels = ", ".join(one.level for one in built.record.hardware if one.level) or "none of ours"
         console.print(f"{built.folder}: kernels for {kernels}", markup=False)
-        console.print(f"judge it: set build.target to {target.name}:{level}, then `dvc repro`", markup=False)
+        named = f"{target.name}:{level}".removesuffix(":")
+        console.print(f"judge it: set build.target to {named}, then `dvc repro`", markup=False)
 
 
 def _evidence(request: BuildRequest, lowered: Artifact[LoweredGraph], console: Any) -> Artifact[PortableReport] | None:

@@ -103,7 +103,7 @@ class Diagnosis:
 
 def diagnose(recipe: BaseRecipe | None, folder: Path) -> Diagnosis:
     """Look at this machine. ``recipe`` None: no sources are probed. ``folder``: where artifacts will go."""
-    machine = (processor(_cpu_name(), cpu_features()), memory(), disk(folder), gpu())
+    machine = (processor(_cpu_name(), cpu_features()), memory(), disk(folder), gpu(), cuda())
     python = Finding("Python", Status.OK, f"{platform.python_version()} at {sys.executable}")
     pins = pinned()
     run = (python, *(package(name, pins) for name in RUN_PACKAGES), operators(), native_kernels(native.level()))
@@ -170,6 +170,21 @@ def gpu() -> Finding:
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("NVIDIA GPU", Status.ABSENT, f"nvidia-smi failed: {error}", unused)
     return Finding("NVIDIA GPU", Status.OK, "; ".join(answer.strip().splitlines()), unused)
+
+
+def cuda() -> Finding:
+    """Whether engines of the target ``cuda`` run here, and at which of their levels."""
+    from engines.kernels.cuda.device import find_gpu
+
+    found = find_gpu()
+    if isinstance(found, str):
+        return Finding("cuda engines", Status.ABSENT, found, "needed only to run engines of the target cuda")
+    driver = f"driver for CUDA {found.driver // 1000}.{found.driver % 1000 // 10}"
+    if not found.architectures:
+        capability = ".".join(map(str, found.capability))
+        known = "no kernels for its compute capability"
+        return Finding("cuda engines", Status.ABSENT, f"{found.name}: {known} {capability}", "use another GPU")
+    return Finding("cuda engines", Status.OK, f"{found.name}: {found.architectures[-1]}, {driver}", "")
 
 
 def pinned() -> dict[str, str]:

@@ -42,8 +42,10 @@ def level_tag(level: str) -> str:
 
 
 def runnable(bundle: Artifact[EngineBundle]) -> list[str]:
-    """The bundle's levels that this machine has, the best first."""
-    return [one.level for one in bundle.record.hardware if one.level and _runs(bundle, one.level)]
+    """The bundle's levels that this machine has, the best first. Emulated ones only where there are no others."""
+    hardware = bundle.record.hardware
+    own = [one for one in hardware if not one.emulated] or hardware
+    return [one.level for one in own if one.level and _runs(bundle, one.level)]
 
 
 def covered(
@@ -66,6 +68,12 @@ def level_to_serve(bundle: Artifact[EngineBundle], levels: Sequence[str], source
     chosen = next((level for level in here if level in levels), None)
     if not here:
         at_level(bundle)  # says why
+        raise FingerprintError(
+            f"{source} has kernels for {', '.join(one.level for one in bundle.record.hardware if not one.emulated)}, "
+            "none of which this machine has",
+            expected="hardware of one of these levels: an emulation is for tests",
+            remedy="serve it on such a machine, or build it for ort-cpu",
+        )
     if chosen is None:
         raise FingerprintError(
             f"{source} has no evidence for {', '.join(here)}, which this machine has",

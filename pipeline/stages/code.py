@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("tapeout", "pipeline", "quantization", "engines", "evals", "runtime")
 WIRING = "pipeline.stages.wiring"
 LOADER = "engines.load"  # imports the recipe's target by its name
-DATA_SUFFIXES = (".c", ".cpp", ".cu", ".cuh", ".h", ".j2")
+DATA_SUFFIXES = (".c", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".j2")
 # Messages do not change what is computed.
 UNCOUNTED = frozenset({"tapeout.errors", "pipeline.recipe"})
 RECIPE = "tapeout.recipe"  # its assignments count; its classes and functions do not, nor what it imports

@@ -90,7 +90,7 @@ def explain(request: BuildRequest, target: Target[Any]) -> list[PassReport]:
 def build_at(
     request: BuildRequest, target: GraphTarget, level: str, progress: Callable[[str], None]
 ) -> Artifact[EngineBundle]:
-    """The candidate of the recipe with native kernels of one level, which need not be this machine's."""
+    """The candidate of the recipe with kernels of one level, which need not be this machine's. ``level`` "": of all."""
     from pipeline.stages.candidate import build_candidate
     from quantization.checkpoint import QuantizedModel
 
@@ -98,7 +98,7 @@ def build_at(
     return build_candidate(
         request.graph,
         artifact.load(folder, QuantizedModel),
-        request.artifacts / "targets" / f"{target.name}-{level}",
+        request.artifacts / "targets" / f"{target.name}-{level}".removesuffix("-"),
         target=target,
         slots=request.recipe.build.slots,
         progress=progress,

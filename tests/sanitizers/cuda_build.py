@@ -19,7 +19,7 @@ def library(source: Path, path: Path, *, sanitized: bool) -> Path:
     """Written to ``path``."""
     objects = [str(_object(file, sanitized)) for file in compiler.host_sources(source)]
     linked = (MEMORY.linked,) if sanitized else ()
-    run(["gcc", "-shared", *objects, *linked, "-lm", "-o", str(path)])
+    run(["gcc", "-shared", *objects, *linked, "-lm", *compiler.LINKED, "-o", str(path)])
     return path
 
 
@@ -35,7 +35,7 @@ def runtimes() -> str:
 def _object(file: Path, sanitized: bool) -> Path:
     """Kept, so that each content is compiled once per machine."""
     flags = (*FLAGS, *(MEMORY.compiled if sanitized else PLAIN), *compiler.host_target_flags())
-    read = [file, *sorted(file.parent.glob("*.*h"))]
+    read = [file, *sorted([*file.parent.glob("*.*h"), *file.parent.glob("*.hpp")])]
 
     def write(folder: Path) -> None:
         folder.mkdir()

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.cuda import ORDERS, TYPES, Array, Attention, Device, at, host, read
+from engines.kernels.cuda.parameters import PagedAttention
+from tests.cuda import ORDERS, TYPES, Array, Device, at, host, read
 
 BLOCK, PART = 64, 512  # keys
 POSITIONS = 1400
@@ -78,7 +79,7 @@ class Pool:
         held += [put(np.array(starts, np.int32)), put(self.tables), self.query, sums, rows, y]
         sizes = (tokens, len(counts), self.tables.shape[1], h.H, h.KV, h.D, TYPES.index(h.kind), h.interleaved)
         limits = (h.window, parts, few_tokens, max(counts))
-        self.device.launch("attention", Attention(*map(at, held), *sizes, *limits, h.scale, h.softcap))
+        self.device.launch("attention", PagedAttention(*map(at, held), *sizes, *limits, h.scale, h.softcap))
         assert (y[sum(counts) :] == 0xFFFF).all()  # padding is not written
         return [y[start:end].copy() for start, end in pairwise(offsets)]
 

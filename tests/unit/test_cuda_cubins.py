@@ -112,6 +112,16 @@ def test_the_same_sources_give_the_same_bytes(
     assert found[0] == found[1]
 
 
+def test_a_bundle_gets_the_kernels_that_it_selects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in (compiler.NVRTC, DISASSEMBLER):
+        if not installed(package):
+            pytest.skip(f"{package} is not installed")
+    monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path))
+    found = kernels_of(compiler.cubin("sm80", selected=("CACHE_Half", "GATHER_6")))
+    always = {"argmax_parts", "argmax_rows", "attention_combine", "gated_rows", "norm_rows"}
+    assert found.keys() == always | {"block_gather_6", "rotary_cache_Half"}
+
+
 @needs_nvrtc
 def test_sources_that_do_not_compile_are_an_error_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from engines.kernels.cuda.kernel_set import COMPUTED, HEAD_SIZES, CudaKernels
+from engines.kernels.cuda.parameters import Weight
 from engines.kernels.kernel_set import KernelSet
 from engines.kernels.operators import OPERATORS
 from engines.passes.onnxruntime import block_linears
 from tapeout.schemes import STATIC_INT8, Scheme
-from tests.cuda import Device, Weight, at, block_linear, host, rounded
+from tests.cuda import Device, at, block_linear, host, rounded
 from tests.lowering import model_of
 from tests.native import random_linear
 

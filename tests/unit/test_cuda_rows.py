@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from engines.kernels.cuda.parameters import Argmax, BlockGather, Gated, Norm
 from tapeout.schemes import Scheme
-from tests.cuda import ORDERS, TYPES, Argmax, Array, BlockGather, Device, Gated, Norm, at, host, read, weight
+from tests.cuda import ORDERS, TYPES, Array, Device, at, host, read, weight
 from tests.native import random_linear
 
 EPSILON = 1e-5

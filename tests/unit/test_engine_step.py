@@ -32,6 +32,7 @@ from runtime.wire.messages import EngineStats, GenerateRequest
 from tapeout.artifact import Artifact
 from tapeout.errors import RequestError
 from tapeout.portable_graph import PortableGraph
+from tests.cuda_bundles import small_bundle
 from tests.fake_engine import HistoryEngine
 from tests.families import DENSE, LAYERS, save_checkpoint
 from tests.native import makes_pages_ready
@@ -42,10 +43,14 @@ SLOTS, MAX_TOKENS = 4, 320
 
 @dataclass
 class Kind:
-    """``exact``: results do not depend on the batch or on how a prompt is cut, to the bit."""
+    """``exact``: results do not depend on the batch or on how a prompt is cut, to the bit.
+
+    ``most_steps``: of an example, where a token takes an engine milliseconds.
+    """
 
     open: Callable[[], Engine]
     exact: bool
+    most_steps: int = 6
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +102,7 @@ def built(
 
 
 KV_BITS = {"int8": 8, "int4": 4}
-KINDS = ("paged", "paged int8", "paged int4", "slots", "fake paged", "fake slots")
+KINDS = ("paged", "paged int8", "paged int4", "cuda", "slots", "fake paged", "fake slots")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -111,6 +116,10 @@ def kind(
         yield Kind(
             lambda: HistoryEngine(300, slots=SLOTS, max_tokens=MAX_TOKENS, block_tokens=block_tokens), exact=True
         )
+        return
+    if name == "cuda":
+        on_host = small_bundle(folder, slots=SLOTS, max_tokens=MAX_TOKENS)
+        yield Kind(lambda: load(on_host.folder), exact=True, most_steps=2)
         return
     if name == "slots":
         bundle = built(graph, folder, target=StandardTarget())
@@ -169,7 +178,7 @@ def test_any_mix_of_entries_equals_each_sequence_alone(engine: Engine, kind: Kin
     """Prompts in chunks, single tokens and several tokens after others, in any order and in any blocks."""
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     held, results = tables(engine, rng), list[tuple[list[int], int, FloatArray]]()
-    for _ in range(data.draw(st.integers(1, 6))):
+    for _ in range(data.draw(st.integers(1, kind.most_steps))):
         chosen = data.draw(st.lists(st.sampled_from(range(SLOTS)), min_size=1, max_size=SLOTS, unique=True))
         batch: list[Entry] = []
         for number in chosen:

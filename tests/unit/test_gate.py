@@ -584,6 +584,20 @@ def test_a_verdict_names_the_one_level_that_its_reports_were_taken_at():
     assert "best: this CPU lacks avx512f" in judge(lacking, DEFAULT).check("executed").reason
 
 
+def test_an_emulation_is_no_evidence_of_hardware():
+    """All of it may pass at the level where kernels are emulated, which is all that such a bundle is for."""
+    emulated = MACHINE.model_copy(update={"level": "host", "emulated": True, "more_features": True})
+    gpu = MACHINE.model_copy(update={"level": "sm90", "features": ("avx2", "sm90"), "more_features": True})
+    for hardware, outcome in (((gpu, emulated), Outcome.INCONCLUSIVE), ((emulated,), Outcome.PASS)):
+        evidence = make(hardware=hardware)
+        for kind in ("tasks", "text", "shadow", "parity", "serving", "source", "speed"):
+            evidence = with_report(kind, evidence, executed_on=emulated)
+        verdict = judge(evidence, DEFAULT)
+        assert (verdict.check("executed").outcome, verdict.outcome) == (outcome, outcome)
+        assert ("kernels were emulated at the level host" in verdict.check("executed").reason) == (gpu in hardware)
+        assert (verdict.executed_on == "cpu:host") == (gpu not in hardware)
+
+
 def test_reports_of_other_libraries_do_not_pass():
     elsewhere = MACHINE.model_copy(update={"libraries": {"onnxruntime": "0.9"}})
     check = judge(with_report("parity", executed_on=elsewhere), DEFAULT).check("executed")

@@ -150,7 +150,7 @@ def test_every_file_a_package_ships_counts_for_some_stage_or_is_known_not_to(cle
     shipped = {path for path in files if path.suffix not in (".py", ".pyi") and path.name != "py.typed"}
     counted = {path for stage in clean[1].values() for path in stage["code"]}
     not_python = {ROOT / path for path in counted if ":" not in path and not path.endswith(".py")}
-    # No target of a recipe has CUDA kernels yet.
+    # The recipe is for another target than that of CUDA kernels.
     unused = {path for path in shipped if path.is_relative_to(ROOT / "engines/kernels/cuda")}
     assert not_python == {path for path in shipped - unused if path.suffix in DATA_SUFFIXES}
     # Recipes that ship, GPU engines, and the server's page.

@@ -11,6 +11,7 @@ from __future__ import annotations
 # what one version alone has (sm_90a). PTX is not shipped: a driver refuses PTX that is newer than itself.
 ARCHITECTURES = ("sm80", "sm89", "sm90", "sm100", "sm120")
 HOST = "host"  # the level at which fibers run the kernels; never evidence of a GPU
+HOST_FILE = "kernels/cuda-host.so"  # in a bundle: what runs on the host at every level
 
 
 def cubin_file(architecture: str) -> str:

@@ -14,8 +14,9 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -34,10 +35,14 @@ HOST_FLAGS = (
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # of loops that NVRTC unrolls
 )
 OPTIMIZED = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-s")
+LINKED = ("-ldl",)  # of the driver's library, which is opened by name
 
 
-def cubin(architecture: str, source: Path | None = None) -> Path:
-    """Machine code of all kernels for one of ``ARCHITECTURES``. :class:`BuildError` without NVRTC."""
+def cubin(architecture: str, source: Path | None = None, selected: Sequence[str] = ()) -> Path:
+    """Machine code for one of ``ARCHITECTURES``. :class:`BuildError` without NVRTC.
+
+    ``selected``: what a plan needs (``LaunchPlan.selected``); by default all kernels.
+    """
     source = source or SOURCE
     if architecture not in ARCHITECTURES:
         raise BuildError(f"no architecture {architecture!r}", expected=f"one of {', '.join(ARCHITECTURES)}")
@@ -49,18 +54,21 @@ def cubin(architecture: str, source: Path | None = None) -> Path:
             expected="the pinned compiler that CUDA kernels are built with",
             remedy='pip install ".[cuda]"',
         ) from error
-    flags = (f"--gpu-architecture={architecture.replace('sm', 'sm_')}", *CUBIN_FLAGS)
+    names = ("SELECTED_BY_NAME", *selected) if selected else ()
+    definitions = (f"--define-macro={name}=1" for name in names)
+    flags = (f"--gpu-architecture={architecture.replace('sm', 'sm_')}", *CUBIN_FLAGS, *definitions)
     folder = Path(str(wheel.locate_file("nvidia/cu13/lib")))
     return _once(
-        _path(source, (NVRTC, wheel.version, *flags), f"cuda-{architecture}.cubin"),
+        _path(_device_sources(source), (NVRTC, wheel.version, *flags), f"cuda-{architecture}.cubin"),
         lambda path: path.write_bytes(_nvrtc(folder, source, flags)),
     )
 
 
-def cubins() -> dict[str, Path]:
-    """Machine code for all of ``ARCHITECTURES``, by name; as many are compiled at once as there are cores."""
+def cubins(architectures: Sequence[str] = ARCHITECTURES, selected: Sequence[str] = ()) -> dict[str, Path]:
+    """Machine code by architecture; as many are compiled at once as there are cores. ``selected``: of :func:`cubin`."""
+    compile_ = partial(cubin, selected=selected)
     with ThreadPoolExecutor(physical_cores()) as pool:
-        return dict(zip(ARCHITECTURES, pool.map(cubin, ARCHITECTURES), strict=True))
+        return dict(zip(architectures, pool.map(compile_, architectures), strict=True))
 
 
 def host_library(source: Path | None = None) -> Path:
@@ -76,13 +84,14 @@ def host_library(source: Path | None = None) -> Path:
     files = [path.name for path in host_sources(source)]
 
     def write(path: Path) -> None:
-        command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags, "-o", str(path), *files]
+        command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags, "-o", str(path), *files, *LINKED]
         cache = {"ZIG_GLOBAL_CACHE_DIR": str(compiler.cache() / "compiler")}
         done = subprocess.run(command, cwd=source, capture_output=True, text=True, env=os.environ | cache)
         if done.returncode:
             raise _not_compiled(source, done.stderr, compiler.COMPILER)
 
-    return _once(_path(source, (metadata.version(compiler.COMPILER), *flags), f"cuda-{HOST}.so"), write)
+    compiled_by = (metadata.version(compiler.COMPILER), *flags, *LINKED)
+    return _once(_path(sorted(source.iterdir()), compiled_by, f"cuda-{HOST}.so"), write)
 
 
 def host_sources(source: Path) -> list[Path]:
@@ -99,9 +108,14 @@ def host_target_flags() -> tuple[str, ...]:
     return compiler.target_flags(levels[-1])
 
 
-def _path(source: Path, compiled_by: tuple[str, ...], name: str) -> Path:
+def _device_sources(source: Path) -> list[Path]:
+    """Kernels, and headers that they may include."""
+    return [path for path in sorted(source.iterdir()) if path.suffix in (".cu", ".cuh", ".h")]
+
+
+def _path(sources: Sequence[Path], compiled_by: tuple[str, ...], name: str) -> Path:
     content = hashlib.sha256(repr(compiled_by).encode())
-    for path in sorted(source.iterdir()):
+    for path in sources:
         content.update(path.name.encode() + b"\0" + path.read_bytes())
     return compiler.cache() / f"cuda-{content.hexdigest()[:16]}" / name
 
@@ -127,7 +141,7 @@ def _once(path: Path, write: Callable[[Path], object]) -> Path:
 def _nvrtc(folder: Path, source: Path, flags: tuple[str, ...]) -> bytes:
     """One program that includes every kernel. Headers are given by content: no path enters the machine code."""
     _, nvrtc = [ctypes.CDLL(str(folder / name)) for name in LIBRARIES]
-    headers = [path for path in sorted(source.iterdir()) if path.suffix in (".cu", ".cuh", ".h")]
+    headers = _device_sources(source)
     text = "".join(f'#include "{path.name}"\n' for path in headers if path.suffix == ".cu")
     program = ctypes.c_void_p()
     contents, names = _strings([path.read_text() for path in headers]), _strings([path.name for path in headers])

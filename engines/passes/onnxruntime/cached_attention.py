@@ -46,13 +46,15 @@ from tapeout.errors import BuildError
 from tapeout.operators import layer_of_node
 from tapeout.operators.attention import AttentionNode, is_attention
 
+FLOAT_CACHES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}  # of caches without scales, by float type
+
 
 def run(lowering: Lowering) -> PassResult:
     model = lowering.model
     nodes = [n for n in model.graph if is_attention(n)]
     if not nodes:
         return PassResult(0, ("no attention in the graph",))
-    dtype = f"int{lowering.kv_bits}" if lowering.kv_scales else "float32"
+    dtype = f"int{lowering.kv_bits}" if lowering.kv_scales else FLOAT_CACHES[lowering.float_type].numpy().name
     for node in nodes:
         _require_kernel(lowering, layer_of_node(node), dtype, dimension(node.inputs[4], 3))
     where = step_inputs(model, OFFSETS, STARTS, BLOCK_TABLE)
@@ -119,7 +121,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
         attributes["softcap"] = fixed.softcap
     if fixed.window:
         attributes["local_window_size"] = fixed.window
-    element, columns = ir.DataType.FLOAT, head_size
+    element, columns = FLOAT_CACHES[lowering.float_type], head_size
     if lowering.kv_scales:
         for part in ("k_scale", "v_scale"):
             name = f"layers.{layer}.{part}"

@@ -29,6 +29,8 @@ class ExecutionKind(EvidenceKind[Frozen, Frozen, Bounds]):
         levels = sorted({ran.level for ran in runs.values()})
         if len(levels) > 1:
             foreign.append(f"reports were taken at the levels {', '.join(level or 'none' for level in levels)}")
+        if any(ran.emulated for ran in runs.values()) and not all(one.emulated for one in evidence.hardware):
+            foreign.append(f"kernels were emulated at the level {levels[0]}, which shows nothing of the hardware")
         place = f"{target}:{levels[0]}" if len(levels) == 1 and levels[0] else target
         absent = evidence.absent
         ran_there = bool(runs) and not foreign and not absent

@@ -571,12 +571,31 @@ KERNEL(attention_combine, Attention, COMBINE_THREADS, 4) {
   KERNEL(attention_prompt_##Cache##_##D, Attention, PromptMemory<D>::THREADS, 1) { \
     attention_prompt<Cache, D>(p);                                                 \
   }
-#define ATTENTIONS(Cache)                                      \
+#define ROTARY_CACHE(Cache)                                    \
   KERNEL(rotary_cache_##Cache, Attention, ROTARY_THREADS, 4) { \
     rotary_cache<Cache>(p);                                    \
-  }                                                            \
-  ATTENTION(Cache, 64)                                         \
-  ATTENTION(Cache, 128)                                        \
-  ATTENTION(Cache, 256)
-ATTENTIONS(Int8)
-ATTENTIONS(Half)
+  }
+#if SELECTED(CACHE_Int8)
+ROTARY_CACHE(Int8)
+#endif
+#if SELECTED(ATTENTION_Int8_64)
+ATTENTION(Int8, 64)
+#endif
+#if SELECTED(ATTENTION_Int8_128)
+ATTENTION(Int8, 128)
+#endif
+#if SELECTED(ATTENTION_Int8_256)
+ATTENTION(Int8, 256)
+#endif
+#if SELECTED(CACHE_Half)
+ROTARY_CACHE(Half)
+#endif
+#if SELECTED(ATTENTION_Half_64)
+ATTENTION(Half, 64)
+#endif
+#if SELECTED(ATTENTION_Half_128)
+ATTENTION(Half, 128)
+#endif
+#if SELECTED(ATTENTION_Half_256)
+ATTENTION(Half, 256)
+#endif

@@ -228,11 +228,27 @@ __device__ __forceinline__ void block_linear_many(const BlockLinear& p) {
   KERNEL(block_linear_##T##_##bits##_many, BlockLinear, WARPS* WARP, 1) { \
     block_linear_many<T, bits>(p);                                        \
   }
+#if SELECTED(LINEAR_F16_4)
 BLOCK_LINEARS(F16, 4)
+#endif
+#if SELECTED(LINEAR_F16_5)
 BLOCK_LINEARS(F16, 5)
+#endif
+#if SELECTED(LINEAR_F16_6)
 BLOCK_LINEARS(F16, 6)
+#endif
+#if SELECTED(LINEAR_F16_8)
 BLOCK_LINEARS(F16, 8)
+#endif
+#if SELECTED(LINEAR_BF16_4)
 BLOCK_LINEARS(BF16, 4)
+#endif
+#if SELECTED(LINEAR_BF16_5)
 BLOCK_LINEARS(BF16, 5)
+#endif
+#if SELECTED(LINEAR_BF16_6)
 BLOCK_LINEARS(BF16, 6)
+#endif
+#if SELECTED(LINEAR_BF16_8)
 BLOCK_LINEARS(BF16, 8)
+#endif

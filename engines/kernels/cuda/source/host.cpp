@@ -117,8 +117,8 @@ thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 static thread_local Scheduler* scheduler;
 static Registration* registered;
 
-Registration::Registration(const char* name, void (*run)(const void*), unsigned threads)
-    : name(name), run(run), threads(threads), next(registered) {
+Registration::Registration(const char* name, void (*run)(const void*), unsigned threads, unsigned bytes)
+    : name(name), run(run), threads(threads), bytes(bytes), next(registered) {
   registered = this;
 }
 
@@ -279,30 +279,39 @@ static bool prepare(unsigned threads) {
   return true;
 }
 
-/* Runs a launch; NULL, or why it failed. */
-extern "C" EXPORTED const char* tapeout_cuda_launch(const Launch* launch, unsigned order) {
+const Registration* find_kernel(const char* name) {
   const Registration* kernel = registered;
-  while (kernel && strcmp(kernel->name, launch->kernel)) kernel = kernel->next;
-  if (!kernel) return "no kernel of this name";
-  if (!launch->threads || launch->threads % LANES || launch->threads > kernel->threads)
-    return "a block of so many threads";
-  if (!prepare(launch->threads)) return "out of memory";
+  while (kernel && strcmp(kernel->name, name)) kernel = kernel->next;
+  return kernel;
+}
+
+const char* run_kernel(const Registration* kernel, const void* parameters, const uint32_t grid[3], uint32_t threads,
+                       uint32_t shared_bytes, unsigned order) {
+  if (!threads || threads % LANES || threads > kernel->threads) return "a block of so many threads";
+  if (!prepare(threads)) return "out of memory";
   Scheduler* s = scheduler;
   void* memory = nullptr;
-  if (launch->shared_bytes && posix_memalign(&memory, 16, launch->shared_bytes)) return "out of memory";
-  s->threads = launch->threads, s->kernel = kernel, s->parameters = launch->parameters, s->memory = memory;
+  if (shared_bytes && posix_memalign(&memory, 16, shared_bytes)) return "out of memory";
+  s->threads = threads, s->kernel = kernel, s->parameters = parameters, s->memory = memory;
   s->error = nullptr;
   set_order(order);
-  blockDim = {launch->threads, 1, 1};
-  gridDim = {launch->grid[0], launch->grid[1], launch->grid[2]};
+  blockDim = {threads, 1, 1};
+  gridDim = {grid[0], grid[1], grid[2]};
   for (unsigned z = 0; z < gridDim.z && !s->error; z++)
     for (unsigned y = 0; y < gridDim.y && !s->error; y++)
       for (unsigned x = 0; x < gridDim.x && !s->error; x++) {
         blockIdx = {x, y, z};
-        if (memory) memset(memory, 0xff, launch->shared_bytes);
+        if (memory) memset(memory, 0xff, shared_bytes);
         run_block();
       }
   free(memory);
   if (s->error) scheduler = nullptr; /* threads are in the middle of a kernel: their stacks are abandoned */
   return s->error;
+}
+
+/* Runs a launch; NULL, or why it failed. */
+extern "C" EXPORTED const char* tapeout_cuda_launch(const Launch* launch, unsigned order) {
+  const Registration* kernel = find_kernel(launch->kernel);
+  if (!kernel) return "no kernel of this name";
+  return run_kernel(kernel, launch->parameters, launch->grid, launch->threads, launch->shared_bytes, order);
 }

@@ -59,15 +59,20 @@ void __syncthreads();
 struct Registration {
   const char* name;
   void (*run)(const void* parameters);
-  unsigned threads; /* of a block, at most */
+  unsigned threads, bytes; /* of a block, at most; of parameters */
   Registration* next;
-  Registration(const char* name, void (*run)(const void*), unsigned threads);
+  Registration(const char* name, void (*run)(const void*), unsigned threads, unsigned bytes);
 };
-#define KERNEL(name, Parameters, threads, blocks)                                       \
-  static void name(const Parameters&);                                                  \
-  static Registration name##_registration(                                              \
-      #name, [](const void* p) { name(*static_cast<const Parameters*>(p)); }, threads); \
+#define KERNEL(name, Parameters, threads, blocks)                                                           \
+  static void name(const Parameters&);                                                                      \
+  static Registration name##_registration(                                                                  \
+      #name, [](const void* p) { name(*static_cast<const Parameters*>(p)); }, threads, sizeof(Parameters)); \
   static void name(const Parameters& p)
+/* NULL if there is none. */
+const Registration* find_kernel(const char* name);
+/* Runs a kernel on the calling thread; NULL, or why it failed. order: see host.cpp. */
+const char* run_kernel(const Registration* kernel, const void* parameters, const uint32_t grid[3], uint32_t threads,
+                       uint32_t shared_bytes, unsigned order);
 
 template <class Memory>
 Memory& shared_memory() {

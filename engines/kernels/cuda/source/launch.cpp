@@ -23,8 +23,7 @@ static void set(Launch* launch, const void* parameters, uint32_t x, uint32_t y, 
 
 /* Groups of eight tokens that a block has at once: more use each weight more often, and more registers. Many tokens where
    that makes blocks for half of a GPU or more. */
-extern "C" EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_blocks,
-                                                  Launch* launch) {
+int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_blocks, Launch* launch) {
   const uint32_t groups = p->M <= 8 ? 1 : p->M <= 16 ? 2 : p->M <= 32 ? 4 : 8, tiles = groups < 4 ? 1 : 2;
   const char* type = bfloat16 ? "BF16" : "F16";
   if (p->M > 64 && parts(p->weight.N, 128) * parts(p->M, 128) >= many_blocks) {
@@ -38,25 +37,25 @@ extern "C" EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, int bflo
   return 1;
 }
 
-extern "C" EXPORTED int tapeout_cuda_norm(const Norm* p, Launch* launch) {
+int tapeout_cuda_norm(const Norm* p, Launch* launch) {
   snprintf(launch->kernel, sizeof launch->kernel, "norm_rows");
   set(launch, p, (uint32_t)p->count, 1, 1, 256, 8 * sizeof(float));
   return 1;
 }
 
-extern "C" EXPORTED int tapeout_cuda_gated(const Gated* p, Launch* launch) {
+int tapeout_cuda_gated(const Gated* p, Launch* launch) {
   snprintf(launch->kernel, sizeof launch->kernel, "gated_rows");
   set(launch, p, parts(p->K, 4 * 256), (uint32_t)p->M, 1, 256, 0);
   return 1;
 }
 
-extern "C" EXPORTED int tapeout_cuda_block_gather(const BlockGather* p, Launch* launch) {
+int tapeout_cuda_block_gather(const BlockGather* p, Launch* launch) {
   snprintf(launch->kernel, sizeof launch->kernel, "block_gather_%d", p->weight.bits);
   set(launch, p, parts(parts(p->weight.K, 64) * 4, 128), (uint32_t)p->M, 1, 128, 0);
   return 1;
 }
 
-extern "C" EXPORTED int tapeout_cuda_argmax(const Argmax* p, Launch* launches) {
+int tapeout_cuda_argmax(const Argmax* p, Launch* launches) {
   snprintf(launches[0].kernel, sizeof launches[0].kernel, "argmax_parts");
   set(&launches[0], p, ARGMAX_PARTS, (uint32_t)p->M, 1, 256, 8 * (sizeof(float) + sizeof(int)));
   snprintf(launches[1].kernel, sizeof launches[1].kernel, "argmax_rows");
@@ -65,7 +64,7 @@ extern "C" EXPORTED int tapeout_cuda_argmax(const Argmax* p, Launch* launches) {
 }
 
 /* Sequences of few new tokens are cut into parts, which are then combined; others are prompts. */
-extern "C" EXPORTED int tapeout_cuda_attention(const Attention* p, Launch* launches) {
+int tapeout_cuda_attention(const Attention* p, Launch* launches) {
   const char* cache = p->key_scales ? "Int8" : "Half";
   const uint32_t group = (uint32_t)(p->H / p->KV), D = (uint32_t)p->D, KV = (uint32_t)p->KV, B = (uint32_t)p->B;
   Launch* launch = launches;

@@ -14,4 +14,18 @@ typedef struct {
   uint32_t grid[3], threads, shared_bytes;
 } Launch;
 
+/* launch.cpp: how many launches an operator needs, which they fill. */
+#ifdef __cplusplus
+extern "C" {
+#endif
+EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_blocks, Launch* launch);
+EXPORTED int tapeout_cuda_norm(const Norm* p, Launch* launch);
+EXPORTED int tapeout_cuda_gated(const Gated* p, Launch* launch);
+EXPORTED int tapeout_cuda_block_gather(const BlockGather* p, Launch* launch);
+EXPORTED int tapeout_cuda_argmax(const Argmax* p, Launch* launches);
+EXPORTED int tapeout_cuda_attention(const Attention* p, Launch* launches);
+#ifdef __cplusplus
+}
+#endif
+
 #endif

@@ -100,6 +100,14 @@ __device__ __forceinline__ void mma_bf16(float4& c, const uint4& a, const uint2&
 #include "host.h"
 #endif
 
+/* Whether instances of a template are compiled: a bundle needs few of them. SELECTED_BY_NAME: those that are defined as 1,
+   as ATTENTION_Int8_64; else all. */
+#ifdef SELECTED_BY_NAME
+#define SELECTED(name) (name + 0)
+#else
+#define SELECTED(name) 1
+#endif
+
 enum { WARP = 32 };
 constexpr uint32_t ALL_LANES = 0xffffffff;
 

@@ -105,10 +105,18 @@ __device__ __forceinline__ void block_gather(const BlockGather& p) {
   KERNEL(block_gather_##bits, BlockGather, GATHER_THREADS, 4) { \
     block_gather<bits>(p);                                      \
   }
+#if SELECTED(GATHER_4)
 BLOCK_GATHER(4)
+#endif
+#if SELECTED(GATHER_5)
 BLOCK_GATHER(5)
+#endif
+#if SELECTED(GATHER_6)
 BLOCK_GATHER(6)
+#endif
+#if SELECTED(GATHER_8)
 BLOCK_GATHER(8)
+#endif
 
 /* The larger, a NaN above all, and of equals the one further left. */
 __device__ __forceinline__ void keep_larger(float& max, int& index, float other, int at) {

@@ -1,0 +1,54 @@
+"""The GPU of this machine, as its driver describes it. Nothing is loaded but the driver's own library."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from engines.kernels.cuda import ARCHITECTURES
+
+DRIVER = "libcuda.so.1"
+LEAST_DRIVER = 13000  # CUDA 13.0, whose compiler made the machine code
+MAJOR, MINOR, MULTIPROCESSORS = 75, 76, 16  # attributes of a device
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """``driver``: the CUDA version that it is for, 13000 for 13.0. ``capability``: major and minor version."""
+
+    name: str
+    capability: tuple[int, int]
+    driver: int
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Whose machine code it runs: its own, and that of earlier minor versions.
+
+        >>> Gpu("L4", (8, 9), 13000).architectures, Gpu("B300", (10, 3), 13000).architectures
+        (('sm80', 'sm89'), ('sm100',))
+        """
+        major, minor = self.capability
+        numbers = {name: divmod(int(name.removeprefix("sm")), 10) for name in ARCHITECTURES}
+        return tuple(name for name, (its, least) in numbers.items() if its == major and least <= minor)
+
+
+def find_gpu() -> Gpu | str:
+    """The first GPU, or why there is none that kernels could run on, as a clause for users."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return f"no driver: {DRIVER} cannot be loaded"
+    version, count, value = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    if version.value < LEAST_DRIVER:
+        return f"the driver is for CUDA {version.value // 1000}.{version.value % 1000 // 10}, and 13.0 is needed"
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the driver finds no GPU"
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(128)
+    driver.cuDeviceGet(ctypes.byref(device), 0)
+    driver.cuDeviceGetName(name, len(name), device)
+    capability: list[int] = []
+    for attribute in (MAJOR, MINOR):
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        capability.append(value.value)
+    return Gpu(name.value.decode(), (capability[0], capability[1]), version.value)

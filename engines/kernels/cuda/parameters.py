@@ -1,0 +1,92 @@
+"""The structs of ``source/parameters.h`` and ``source/engine.hpp``, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+
+P, I32, F32, U64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64
+
+
+class Weight(ctypes.Structure):
+    _fields_ = (("codes", P), ("scales", P), ("zero_points", P), ("N", I32), ("K", I32), ("bits", I32),
+                ("group_shift", I32), ("half_scales", I32))  # fmt: skip
+
+
+class BlockLinear(ctypes.Structure):
+    _fields_ = (("weight", Weight), ("x", P), ("bias", P), ("y", P), ("M", I32))
+
+
+class Norm(ctypes.Structure):
+    _fields_ = (("a", P), ("b", P), ("weight", P), ("rows", P), ("sum", P), ("y", P), ("count", I32), ("M", I32),
+                ("K", I32), ("bfloat16", I32), ("epsilon", F32))  # fmt: skip
+
+
+class Gated(ctypes.Structure):
+    _fields_ = (("x", P), ("y", P), ("M", I32), ("K", I32), ("bfloat16", I32))
+
+
+class BlockGather(ctypes.Structure):
+    _fields_ = (("weight", Weight), ("ids", P), ("y", P), ("M", I32))
+
+
+class Argmax(ctypes.Structure):
+    _fields_ = (("logits", P), ("part_max", P), ("part_index", P), ("y", P), ("M", I32), ("N", I32))
+
+
+class PagedAttention(ctypes.Structure):
+    _fields_ = (
+        *((name, P) for name in ("qkv", "cosines", "sines", "key_cache", "value_cache", "key_scales", "value_scales")),
+        *((name, P) for name in ("offsets", "starts", "table", "query", "part_sums", "part_rows", "y")),
+        *((name, I32) for name in ("M", "B", "columns", "H", "KV", "D", "bfloat16", "interleaved", "window", "parts")),
+        *((name, I32) for name in ("few_tokens", "most_tokens")),
+        *((name, F32) for name in ("scale", "softcap")),
+    )
+
+
+KINDS: tuple[tuple[str, type[ctypes.Structure]], ...] = (  # in the order of enum Kind
+    ("gather", BlockGather),
+    ("norm", Norm),
+    ("gated", Gated),
+    ("linear", BlockLinear),
+    ("attention", PagedAttention),
+    ("argmax", Argmax),
+)
+ARGMAX_PARTS, ATTENTION_BLOCK, ATTENTION_PART = 32, 64, 512
+
+
+class _AnyParameters(ctypes.Union):
+    _fields_ = KINDS
+
+
+class Operation(ctypes.Structure):
+    _fields_ = (("kind", I32), ("wanted", I32), ("bfloat16", I32), ("parameters", _AnyParameters))
+
+
+class ArenaPiece(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char * 48), ("offset", U64), ("bytes", U64))
+
+
+class Upload(ctypes.Structure):
+    _fields_ = (("source", P), ("offset", U64), ("bytes", U64))
+
+
+class CacheTensor(ctypes.Structure):
+    _fields_ = (("offset", U64), ("heads", U64), ("token_bytes", U64))
+
+
+class Settings(ctypes.Structure):
+    _fields_ = (
+        *(("driver", ctypes.c_char_p), ("machine_code", P)),
+        *((name, P) for name in ("operations", "pieces", "uploads", "cache", "buckets")),
+        *((name, U64) for name in ("arena_bytes", "inputs", "inputs_bytes", "tokens", "logits", "result_bytes")),
+        *((name, U64) for name in ("activations", "activations_end")),
+        *((name, I32) for name in ("operation_count", "piece_count", "upload_count", "cache_count", "bucket_count")),
+        *((name, I32) for name in ("columns", "vocabulary")),
+    )
+
+
+class StepInputs(ctypes.Structure):
+    _fields_ = (
+        *((name, P) for name in ("ids", "rows", "offsets", "starts", "table")),
+        *((name, I32) for name in ("M", "B", "P", "bucket", "keys", "few_tokens", "most_tokens", "logits")),
+    )

@@ -1,0 +1,66 @@
+"""The output of every linear of a ``cuda`` bundle, and its embedding, as the device computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from engines.bundle import BLOCK_TOKENS, EngineBundle
+from engines.kernels.cuda.layout import RUN_RESULTS
+from engines.kernels.cuda.library import DeviceStep
+from engines.protocol import FloatArray
+from engines.targets.cuda.engine import open_device, plan_of
+from tapeout.artifact import Artifact
+
+
+class CudaProbe:
+    """See :class:`engines.target.Probe`. A document is fed in pieces of as many tokens as may have logits."""
+
+    def __init__(self, bundle: Artifact[EngineBundle]) -> None:
+        self._record, self._plan = bundle.record, plan_of(bundle)
+        self._columns = -(-self._record.io.max_tokens // BLOCK_TOKENS)
+        self._device = open_device(bundle, self._plan, self._columns)
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
+        linears = [one.pointers["y"] if one.kind == "linear" else "" for one in self._plan.operations]
+        values = {
+            name: np.empty((len(tokens), self._plan.values[name].row_bytes // 4), np.float32)
+            for name in linears
+            if name
+        }
+        for start in range(0, len(tokens), RUN_RESULTS):
+            piece = tokens[start : start + RUN_RESULTS]
+            outputs = [values[name][start : start + len(piece)] if name else None for name in linears]
+            self._device.trace(self._step(piece, start), outputs)
+        found = dict[str, FloatArray]()
+        for linear in self._record.linear_outputs:
+            edges = np.cumsum((0, *linear.rows))
+            for weight, begin, end in zip(linear.weights, edges, edges[1:], strict=False):
+                found[weight] = values[linear.value][:, begin:end]
+        return values[self._plan.logits], found
+
+    def embedding(self) -> Iterator[FloatArray]:
+        """Of :data:`RUN_RESULTS` tokens at a time; only the gather runs."""
+        vocabulary = self._record.io.vocab_size
+        number, gather = next((n, one) for n, one in enumerate(self._plan.operations) if one.kind == "gather")
+        columns = self._plan.values[gather.pointers["y"]].row_bytes // 4
+        for first in range(0, vocabulary, RUN_RESULTS):
+            ids = range(first, min(first + RUN_RESULTS, vocabulary))
+            rows = np.empty((len(ids), columns), np.float32)
+            self._device.trace(self._step(ids, 0), [*[None] * number, rows])
+            yield rows
+
+    def _step(self, tokens: Sequence[int], start: int) -> DeviceStep:
+        count = len(tokens)
+        return DeviceStep(
+            ids=np.array(tokens, np.int64),
+            rows=np.arange(count, dtype=np.int64),
+            offsets=np.array([0, count], np.int32),
+            starts=np.array([start], np.int32),
+            table=np.arange(self._columns, dtype=np.int32)[None],
+            bucket=0,
+            keys=start + count,
+            few_tokens=0,
+            most_tokens=count,
+        )

@@ -1,0 +1,527 @@
+"""Engines of the target ``cuda`` at level host, and at levels of GPUs over the stand-in for a driver."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from engines.bundle import EngineBundle
+from engines.compile import build
+from engines.kernels.cuda import HOST_FILE, device, layout
+from engines.kernels.cuda import library as device_library
+from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
+from engines.load import at_level, find_target, load, open_probe, runs_here
+from engines.protocol import Engine, Entry, FloatArray, Result
+from engines.targets.cuda import engine as cuda_engine
+from pipeline.cli import build as command
+from pipeline.cli import doctor
+from pipeline.registry.levels import level_to_serve
+from pipeline.stages import hardware
+from quantization.compressed_tensors import open_checkpoint
+from tapeout.artifact import Artifact
+from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, ResourceError
+from tests.cuda import Launch
+from tests.cuda_bundles import (
+    MAX_TOKENS,
+    planted_engine,
+    small_bundle,
+    small_graph,
+    stand_in,
+    with_gpu,
+    without_machine_code,
+)
+from tests.exported import build_float, family_graph
+
+COLUMNS = MAX_TOKENS // 64
+SEQUENCES = 20
+NOWHERE = layout.Arena((), defaultdict(lambda: 256), (0, 0), 0)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Artifact[EngineBundle]:
+    """Of all levels, without machine code."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_machine_code(patch)
+        return small_bundle(tmp_path_factory.mktemp("cuda") / "bundle", target="cuda", slots=SEQUENCES)
+
+
+@pytest.fixture(scope="module")
+def library(bundle: Artifact[EngineBundle]) -> Path:
+    return bundle.folder / HOST_FILE
+
+
+@pytest.fixture
+def opened(bundle: Artifact[EngineBundle]) -> Iterator[Engine]:
+    with closing(load(bundle.folder, level="host")) as engine:
+        yield engine
+
+
+def blocks(sequence: int) -> range:
+    return range(sequence * COLUMNS, (sequence + 1) * COLUMNS)
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 200, count).tolist()
+
+
+def logits_of(results: Sequence[Result]) -> list[FloatArray]:
+    assert not [result.error for result in results if result.error]
+    return [result.logits for result in results if result.logits is not None]
+
+
+def kl(p: FloatArray, q: FloatArray) -> float:
+    a, b = (x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64), axis=1)[:, None] for x in (p, q))
+    return float((np.exp(a) * (a - b)).sum(axis=1).mean())
+
+
+@pytest.mark.parametrize(("int8_cache", "bound"), [(True, 1e-2), (False, 3e-3)])
+def test_an_engine_equals_the_float_engine_of_its_weights(tmp_path: Path, int8_cache: bool, bound: float) -> None:
+    """A prompt, then tokens one by one. Activations are rounded to 16 bits; a key may fall on the next code of 8."""
+    tokens, found = words(150), list[FloatArray]()
+    for target, decoded in (("cuda:host", False), ("ort-cpu", True)):
+        built = small_bundle(tmp_path / target, target=target, decoded=decoded, int8_cache=int8_cache)
+        with closing(load(built.folder, threads=1)) as engine:
+            parts = logits_of(engine.step([Entry(tokens[:140], 0, blocks(1), "logits", range(140))]))
+            for at in range(140, 150):
+                parts += logits_of(engine.step([Entry([tokens[at]], at, blocks(1), "logits")]))
+        found.append(np.concatenate(parts))
+    assert found[0].shape == (150, 203)
+    assert np.abs(found[0] - found[1]).max() < bound * np.abs(found[1]).max()
+    assert kl(found[1], found[0]) < bound / 1000
+
+
+def test_a_plan_costs_no_more_quality_than_on_a_cpu(tmp_path: Path) -> None:
+    """KL against the float engine of the checkpoint, of the same plan on both targets."""
+    tokens, found = words(100, 8), dict[str, FloatArray]()
+    bundles = {
+        "float": build_float(small_graph(), tmp_path / "float", 1),
+        "cpu": small_bundle(tmp_path / "cpu", target="ort-cpu"),
+        "host": small_bundle(tmp_path / "host"),
+    }
+    for name, built in bundles.items():
+        with closing(load(built.folder, threads=1)) as engine:
+            (found[name],) = logits_of(engine.step([Entry(tokens, 0, blocks(0), "logits", range(100))]))
+    on_cpu, on_host = (kl(found["float"], found[name]) for name in ("cpu", "host"))
+    assert 1e-4 < on_host <= on_cpu + 0.002
+
+
+def test_a_probe_has_every_linear_and_the_embedding(tmp_path: Path) -> None:
+    """Of a document longer than a piece, against the float engine of the same weights."""
+    tokens, found = words(270, 3), list[tuple[FloatArray, dict[str, FloatArray], FloatArray]]()
+    for target, decoded in (("cuda:host", False), ("ort-cpu", True)):
+        built = small_bundle(tmp_path / target, target=target, decoded=decoded, int8_cache=False)
+        probe = open_probe(built, tmp_path, threads=1)
+        found.append((*probe(tokens), np.concatenate([*probe.embedding()])))
+    (logits, linears, embedding), (wanted_logits, wanted, wanted_embedding) = found
+    np.testing.assert_allclose(embedding, wanted_embedding, rtol=1e-6)
+    assert linears.keys() == wanted.keys() and len(linears) == 2 * 7 + 1
+    for name, value in {**linears, "logits": logits}.items():
+        expected = wanted_logits if name == "logits" else wanted[name]
+        assert value.shape == expected.shape and len(value) == 270
+        assert np.abs(value - expected).max() < 5e-3 * np.abs(expected).max(), name
+
+
+def test_a_step_is_one_copy_up_one_down_and_one_wait(opened: Engine, library: Path) -> None:
+    """And nothing is allocated. A decode step is one launch of a graph, others launch kernel by kernel."""
+    layers, prompt = 2, words(70)
+    with stand_in(library) as counted:
+        opened.step([Entry(prompt, 0, blocks(0), positions=())])
+        once = {"allocations": 0, "copies_up": 1, "copies": 0, "graph_launches": 0, "waits": 1}
+        found = counted()
+        assert found == once | {"copies_down": 0, "launches": found["launches"]}
+        assert found["launches"] <= 1 + 10 * layers
+        opened.step([Entry(prompt, 0, blocks(1)), Entry([4], 70, blocks(0))])
+        found = counted()
+        assert found == once | {"copies_down": 1, "launches": found["launches"]}
+        assert found["launches"] <= 1 + 12 * layers + 4  # prompts and decodes have an attention each
+        opened.step([Entry([4], 70, blocks(0)), Entry([5], 70, blocks(1), "logits")])
+        found = counted()
+        assert found == once | {"copies_down": 1, "graph_launches": 1, "launches": found["launches"]}
+        assert found["launches"] == 1 + 10 * layers + 4
+        opened.copy_block(0, COLUMNS, 9)
+        assert counted() == dict.fromkeys(found, 0) | {"copies": 2 * layers}
+
+
+def test_sequences_decode_alike_alone_and_in_every_bucket(opened: Engine) -> None:
+    """Prompts of other lengths; the results of all buckets, and of a step without graph, are the same bits."""
+    prompts = [words(3 + 5 * number, number) for number in range(SEQUENCES)]
+    opened.step([Entry(prompt, 0, blocks(number), positions=()) for number, prompt in enumerate(prompts)])
+    entries = [Entry([7 + number], len(prompt), blocks(number), "logits") for number, prompt in enumerate(prompts)]
+    alone = [logits_of(opened.step([entry]))[0] for entry in entries]
+    for count in (2, 3, 5, 9, 17, 20):
+        chosen = entries[-count:]
+        for entry, logits in zip(chosen, logits_of(opened.step(chosen)), strict=True):
+            np.testing.assert_array_equal(logits, alone[entries.index(entry)])
+    mixed = logits_of(opened.step([entries[3]._replace(tokens=[10, 11], positions=[0]), *entries[4:8]]))
+    for logits, expected in zip(mixed, alone[3:8], strict=True):
+        np.testing.assert_array_equal(logits, expected)
+
+
+def course(engine: Engine, seed: int) -> Iterator[list[Result]]:
+    """Random steps: sequences come, decode in changing company, are forked, and go."""
+    rng, lengths = np.random.default_rng(seed), dict[int, int]()
+    for _ in range(14):
+        if len(lengths) < 6 and rng.random() < 0.5:
+            number, count = int(rng.integers(SEQUENCES)), int(rng.integers(1, 90))
+            lengths.pop(number, None)
+            entries = [Entry(rng.integers(3, 200, count).tolist(), 0, blocks(number))]
+            new = {number: count}
+        else:
+            entries, new = [], {}
+        if len(lengths) > 1 and rng.random() < 0.2:
+            source, target = rng.permutation(list(lengths))[:2].tolist()
+            engine.copy_block(blocks(source)[0], blocks(target)[0], 1 + int(rng.integers(20)))
+        chosen = [number for number in lengths if rng.random() < 0.8]
+        for number in chosen:
+            kind = rng.choice(["token", "logits", "top"])
+            entries.append(Entry([int(rng.integers(3, 200))], lengths[number], blocks(number), kind, top=3))
+            lengths[number] += 1
+        lengths |= new
+        if entries:
+            yield engine.step(entries)
+
+
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that launches all kernels one by one."""
+    monkeypatch.setattr(cuda_engine, "bucket_of", lambda count: 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_courses_of_steps_equal_those_without_graphs(
+    opened: Engine, bundle: Artifact[EngineBundle], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    found = [list(course(opened, seed))]
+    with closing(load(bundle.folder, level="host")) as other:
+        plain(monkeypatch)
+        found.append(list(course(other, seed)))
+    assert len(found[0]) > 5
+    for before, after in zip(*found, strict=True):
+        for a, b in zip(before, after, strict=True):
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+def test_a_sequence_of_every_length_decodes_as_in_a_prompt(opened: Engine) -> None:
+    """Beyond a part of the keys, across blocks."""
+    tokens = words(MAX_TOKENS, 9)
+    every = logits_of(opened.step([Entry(tokens, 0, blocks(2), "logits", [62, 63, 64, 511, 512, 639])]))[0]
+    for row, at in zip(every, (62, 63, 64, 511, 512, 639), strict=True):
+        found = logits_of(opened.step([Entry([tokens[at]], at, blocks(2), "logits")]))
+        np.testing.assert_array_equal(found[0][0], row)
+
+
+def test_values_that_share_memory_are_never_held_at_once(bundle: Artifact[EngineBundle]) -> None:
+    plan = LaunchPlan.model_validate_json((bundle.folder / PLAN_FILE).read_bytes())
+    shared = layout.shared_values(plan)
+    assert sorted(name for piece in shared for name in piece) == sorted(plan.values)
+    assert len(shared) < len(plan.values) / 2
+    held = dict[int, str]()  # by piece, who wrote last
+    places = {name: number for number, piece in enumerate(shared) for name in piece}
+    for operation in plan.operations:
+        read = [name for field, name in operation.pointers.items() if field not in operation.writes and name in places]
+        assert all(held[places[name]] == name for name in read), operation
+        written = [operation.pointers[field] for field in operation.writes if field in operation.pointers]
+        assert not {places[name] for name in read} & {places[name] for name in written}, operation
+        held |= {places[name]: name for name in written}
+
+
+@pytest.mark.parametrize("int8_cache", [True, False])
+def test_a_plan_selects_all_kernels_that_it_launches(tmp_path: Path, library: Path, int8_cache: bool) -> None:
+    """And no others: those of a cubin (test_cuda_cubins.py) that one of its operations launches, for any tokens."""
+    built = small_bundle(tmp_path / "bundle", int8_cache=int8_cache)
+    plan = LaunchPlan.model_validate_json((built.folder / PLAN_FILE).read_bytes())
+    loaded, names = ctypes.CDLL(str(library)), set[str]()
+    for operation in plan.operations:
+        kind = {"linear": "block_linear", "gather": "block_gather"}.get(operation.kind, operation.kind)
+        for tokens, few in ((1, 1), (16, 0), (32, 4), (64, 0), (300, 4)):
+            made, launches = device_library._operation(operation, NOWHERE), (Launch * 4)()
+            parameters = getattr(made.parameters, operation.kind)
+            parameters.M = parameters.count = parameters.B = parameters.parts = parameters.most_tokens = tokens
+            parameters.few_tokens = few
+            more = (0, ctypes.c_uint32(1)) if kind == "block_linear" else ()
+            count = getattr(loaded, f"tapeout_cuda_{kind}")(ctypes.byref(parameters), *more, launches)
+            names |= {one.kernel.decode() for one in launches[:count]}
+    selections = {
+        re.sub(r"block_linear_(F16_\d)_.*", r"LINEAR_\1", name)
+        .replace("block_gather", "GATHER")
+        .replace("rotary_cache", "CACHE")
+        .replace("attention_parts", "ATTENTION")
+        .replace("attention_prompt", "ATTENTION")
+        for name in names
+    }
+    always = {"argmax_parts", "argmax_rows", "attention_combine", "gated_rows", "norm_rows"}
+    assert selections - always == set(plan.selected)
+
+
+def test_pieces_of_the_arena_are_apart(bundle: Artifact[EngineBundle]) -> None:
+    plan = LaunchPlan.model_validate_json((bundle.folder / PLAN_FILE).read_bytes())
+    arena = layout.arena(plan, {"weights.bin": 9999, "constants.bin": 1}, {"past_key_values.0.key": 640}, COLUMNS)
+    end = 0
+    for piece in arena.pieces:
+        assert piece.offset % layout.ALIGNMENT == 0 and piece.offset >= end + layout.GUARD and piece.nbytes > 0
+        end = piece.offset + piece.nbytes
+    assert end + layout.GUARD <= arena.nbytes
+
+
+def test_a_bundle_runs_at_the_levels_of_the_machine(
+    bundle: Artifact[EngineBundle], library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = [one.level for one in bundle.record.hardware]
+    assert levels == ["sm120", "sm100", "sm90", "sm89", "sm80", "host"]
+    assert at_level(bundle).record.hardware[0].level == "host"  # there is no GPU here
+    with_gpu(monkeypatch, library)
+    for capability, level in (((8, 0), "sm80"), ((8, 6), "sm80"), ((8, 9), "sm89"), ((10, 3), "sm100")):
+        with stand_in(library, major=capability[0], minor=capability[1]):
+            assert at_level(bundle).record.hardware[0].level == level
+            with pytest.raises(FingerprintError, match="sm120: this machine lacks sm120"):
+                at_level(bundle, "sm120")
+
+
+def test_the_level_host_says_that_it_is_an_emulation(
+    bundle: Artifact[EngineBundle], library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evidence taken there says so, and a server does not choose it where a bundle is for GPUs."""
+    assert runs_here(bundle).emulated and runs_here(bundle).level == "host"
+    with pytest.raises(FingerprintError, match=r"has kernels for sm120, .*, none of which this machine has"):
+        level_to_serve(bundle, ["host", "sm90"], "it")
+    with_gpu(monkeypatch, library)
+    with stand_in(library, major=9, minor=0):
+        assert not runs_here(bundle).emulated and level_to_serve(bundle, ["host", "sm90"], "it") == "sm90"
+        with pytest.raises(FingerprintError, match="no evidence for sm90"):
+            level_to_serve(bundle, ["host"], "it")
+
+
+def test_the_doctor_says_what_runs(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (doctor.cuda().status, doctor.cuda().found) == (doctor.Status.ABSENT, device.find_gpu())
+    with_gpu(monkeypatch, library)
+    with stand_in(library, major=8, minor=9, version=13010):
+        assert doctor.cuda().found == "stand-in for a GPU: sm89, driver for CUDA 13.1"
+    with stand_in(library, major=7, minor=5):
+        assert doctor.cuda().found == "stand-in for a GPU: no kernels for its compute capability 7.5"
+    with stand_in(library, version=12080):
+        assert doctor.cuda().found == "the driver is for CUDA 12.8, and 13.0 is needed"
+
+
+def test_an_engine_opens_over_a_driver(
+    bundle: Artifact[EngineBundle], library: Path, opened: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its library's name, with machine code of its level; results are those of level host."""
+    with_gpu(monkeypatch, library)
+    step = [Entry(words(20), 0, blocks(0), "logits")]
+    with stand_in(library, major=9, minor=0), closing(load(bundle.folder)) as engine:
+        assert engine.capabilities.threads == 0 and opened.capabilities.threads == 1
+        np.testing.assert_array_equal(logits_of(engine.step(step)), logits_of(opened.step(step)))
+
+
+def test_a_pinned_level_is_all_that_a_bundle_carries(tmp_path: Path) -> None:
+    built = small_bundle(tmp_path / "bundle", target="cuda:host")
+    assert [one.level for one in built.record.hardware] == ["host"]
+    assert sorted(name for name in built.files if name.startswith("kernels/")) == [HOST_FILE]
+    with pytest.raises(BuildError, match="no level 'sm70'"):
+        find_target("cuda:sm70")
+
+
+def test_a_build_without_a_level_has_all_levels(
+    bundle: Artifact[EngineBundle], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = list[tuple[str, str]]()
+
+    def build_at(request: Any, target: Any, level: str, progress: Any) -> Artifact[EngineBundle]:
+        asked.append((target.name, level))
+        return bundle
+
+    monkeypatch.setattr(hardware, "build_at", build_at)
+    command.build(None, "cuda", (), Console(width=300))  # type: ignore[arg-type]
+    assert asked == [("cuda", "")]
+    printed = capsys.readouterr().out
+    assert "kernels for sm120, sm100, sm90, sm89, sm80, host" in printed and "set build.target to cuda," in printed
+
+
+FAULTS: dict[str, tuple[dict[str, int], type[Exception], str]] = {
+    "a driver that is too old": (
+        {"version": 12080},
+        FingerprintError,
+        "driver is too old: the driver is for CUDA 12.8",
+    ),
+    "no GPU": ({"major": 0}, FingerprintError, "the driver finds no GPU"),
+    "a GPU that the machine code is not for": (
+        {"major": 7, "minor": 5},
+        FingerprintError,
+        "no kernels for this GPU: .* 7.5",
+    ),
+    "too little memory": ({"bytes": 1 << 20}, ResourceError, "no memory on the device: .* where 0.00 of 0.00 GB"),
+}
+
+
+@pytest.mark.parametrize(("device_is", "error", "message"), FAULTS.values(), ids=FAULTS)
+def test_what_a_device_lacks_is_one_clear_error(
+    bundle: Artifact[EngineBundle],
+    library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device_is: dict[str, int],
+    error: type[Exception],
+    message: str,
+) -> None:
+    """Found when an engine is opened, after the level was chosen."""
+    with_gpu(monkeypatch, library)
+    hardware = next(one for one in bundle.record.hardware if one.level == "sm90")
+    chosen = replace(bundle, record=bundle.record.model_copy(update={"hardware": (hardware,)}))
+    with stand_in(library, **device_is), pytest.raises(error, match=message) as caught:
+        find_target("cuda").open(chosen, threads=0, slots=None)
+    assert caught.value.remedy  # type: ignore[attr-defined]
+
+
+def test_without_a_driver_a_level_of_a_gpu_is_refused(
+    bundle: Artifact[EngineBundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "DRIVER", "libno-such-driver.so.1")
+    assert device.find_gpu() == "no driver: libno-such-driver.so.1 cannot be loaded"
+    with pytest.raises(FingerprintError, match="lacks sm90"):
+        load(bundle.folder, level="sm90")
+
+
+def test_a_gpu_without_machine_code_is_refused(
+    bundle: Artifact[EngineBundle], library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpu(monkeypatch, library)
+    with stand_in(library, major=7, minor=5), pytest.raises(FingerprintError, match="sm90: this machine lacks sm90"):
+        load(bundle.folder, level="sm90")
+
+
+@pytest.mark.parametrize(("number", "message"), [(719, "unspecified launch failure"), (214, "uncorrectable ECC error")])
+def test_an_error_in_a_step_says_what_the_device_said(opened: Engine, library: Path, number: int, message: str) -> None:
+    with stand_in(library, fail_at=5, error=number), pytest.raises(DeviceError, match=message) as caught:
+        opened.step([Entry([5], 0, blocks(0))])
+    assert "nvidia-smi" in (caught.value.remedy or "")
+    opened.step([Entry([5], 0, blocks(0))])
+
+
+def test_a_closed_engine_gives_its_memory_back(bundle: Artifact[EngineBundle], library: Path) -> None:
+    with stand_in(library, bytes=1 << 30):
+        for _ in range(6):  # an engine takes 240 MB
+            engine = load(bundle.folder, level="host")
+            engine.close()
+            engine.close()
+
+
+def test_a_model_that_kernels_do_not_compute_is_refused_by_name(tmp_path: Path) -> None:
+    for family, message in (("gemma2", "no attention for layer 0"), ("llama", "heads of 16 channels")):
+        graph = family_graph(family)
+        with pytest.raises(BuildError, match=message):
+            build(
+                graph,
+                open_checkpoint(graph.folder),
+                tmp_path / family,
+                target=find_target("cuda:host"),
+                precision="float32",
+                slots=1,
+                kv_scales={},
+                parents={},
+            )
+
+
+# Planted defects.
+
+
+def test_planted_overlap_of_pool_and_activations_is_found(
+    bundle: Artifact[EngineBundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = layout.arena
+
+    def overlapping(*given: Any) -> layout.Arena:
+        made = known(*given)
+        at = next(n for n, piece in enumerate(made.pieces) if piece.name.startswith("activations"))
+        moved = layout.MemoryPiece(made.pieces[at].name, made.pieces[at].offset - 512, made.pieces[at].nbytes)
+        pieces = (*made.pieces[:at], moved, *made.pieces[at + 1 :])
+        return layout.Arena(pieces, made.places, made.activations, made.nbytes)
+
+    monkeypatch.setattr(layout, "arena", overlapping)
+    with pytest.raises(ArtifactError, match="activations 0 overlaps past_key_values"):
+        load(bundle.folder, level="host")
+
+
+def test_a_planted_write_behind_a_piece_is_found(
+    bundle: Artifact[EngineBundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations have room for fewer tokens than a step has."""
+    monkeypatch.setattr(layout, "RUN_TOKENS", 64)
+    with (
+        closing(load(bundle.folder, level="host")) as engine,
+        pytest.raises(DeviceError, match=r"activations \d was written behind its end"),
+    ):
+        engine.step([Entry(words(65), 0, blocks(0))])
+
+
+def test_a_planted_bucket_that_is_off_by_one_is_found(opened: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket below: it has no room for the last sequences."""
+    monkeypatch.setattr(cuda_engine, "bucket_of", lambda count: max(b for b in layout.BUCKETS if b < max(count, 2)))
+    with pytest.raises(DeviceError, match="a step of 5 sequences, 5 tokens and 5 results in the graph of 4"):
+        opened.step([Entry([5], 0, blocks(number)) for number in range(5)])
+
+
+def test_a_planted_value_that_is_overwritten_too_early_is_found(
+    bundle: Artifact[EngineBundle], opened: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The residual sum shares memory with what is computed before it is read again."""
+    step = [Entry(words(9), 0, blocks(0), "logits")]
+    expected = logits_of(opened.step(step))[0]
+
+    def all_in_two(plan: LaunchPlan) -> list[list[str]]:
+        names = [name for piece in known(plan) for name in piece]
+        return [names[::2], names[1::2]]
+
+    known = layout.shared_values
+    monkeypatch.setattr(layout, "shared_values", all_in_two)
+    with closing(load(bundle.folder, level="host")) as engine:
+        (result,) = engine.step(step)
+    assert result.logits is None or not np.array_equal(result.logits, expected)
+
+
+STALE = {
+    "a graph has the inputs of another bucket": (
+        "const Places at = places_of(e, step->M, step->B, step->P);\n  for",
+        "const Places at = places_of(e, step->M, step->B + (launched && step->bucket), step->P);\n  for",
+    ),
+    "a graph has the parts of a short sequence": (
+        "step.keys = e->settings.columns * ATTENTION_BLOCK;", "step.keys = ATTENTION_PART + 0 * e->settings.columns;",
+    ),
+    "padding of a bucket has a token": ("offsets[i + 1] = step->M", "offsets[i + 1] = i + 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), STALE.values(), ids=STALE)
+def test_a_planted_stale_argument_of_a_graph_is_found(
+    bundle: Artifact[EngineBundle],
+    library: Path,
+    opened: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    after: str,
+) -> None:
+    """By results of decode steps, against those of a sound engine."""
+    prompts = [words(600, 4), words(30, 5), words(9, 6)]
+    fed = [Entry(prompt, 0, blocks(number), positions=()) for number, prompt in enumerate(prompts)]
+    decoded = [Entry([6], len(prompt), blocks(number), "logits") for number, prompt in enumerate(prompts)]
+    known, planted = device_library._loaded, planted_engine(tmp_path, library, before, after)
+
+    def results(engine: Engine) -> list[FloatArray | None]:
+        """Two of a bucket, three of a larger one, and the first again: its cache was not touched."""
+        steps = [fed, decoded[:2], decoded, decoded[:1]]
+        return [result.logits for step in steps for result in engine.step(step)]
+
+    expected = results(opened)
+    monkeypatch.setattr(device_library, "_loaded", lambda path: known(planted))
+    with closing(load(bundle.folder, level="host")) as engine:
+        found = results(engine)
+    assert any(a is None or not np.array_equal(a, b) for a, b in zip(found, expected, strict=True) if b is not None)
