@@ -63,6 +63,7 @@ class Capabilities:
     precisions: Mapping[str, Precision] = field(default_factory=dict[str, Precision])  # empty: the plan decides
     parity_probe: bool = False  # ``probe`` is implemented
     int8_activations: bool = False  # linears over blocks of codes round their input to int8, by row and block
+    int8_experts: bool = False  # experts over blocks of codes round the inputs of both projections likewise
     timed: bool = False  # ``timer`` is implemented, so a plan can be chosen for this target
     operators: tuple[str, ...] | None = None  # of tapeout/operators; None: all, as the runtime computes their bodies
 

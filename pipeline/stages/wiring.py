@@ -434,7 +434,10 @@ class Measurement:
 
         quantized = _quantized()
         target = find_target(self.bundle("candidate").record.target)
-        return quantized, QuantizedReference(quantized.folder, int8_activations=target.capabilities.int8_activations)
+        able = target.capabilities
+        return quantized, QuantizedReference(
+            quantized.folder, int8_activations=able.int8_activations, int8_experts=able.int8_experts
+        )
 
     def head(self) -> str:
         return next(group.members[0] for group in _graph().record.groups if group.name == "lm_head")
