@@ -233,7 +233,7 @@ class _GroupSums:
         return {name: correlation, f"{name}_power": power}
 
 
-class _ExpertSums:
+class ExpertSums:
     """Running sums over the inputs ``[n, K]`` of the experts of one group.
 
     Tokens count by the square of their routing weight. ``least``: visits in the fit samples, and in the held-out ones,
@@ -331,7 +331,7 @@ class _Observer:
     ) -> None:
         self.groups = {group.name: _GroupSums(group.in_features) for group in groups if not group.experts}
         self.experts = {
-            group.name: _ExpertSums(group.experts, group.in_features, least_visits) for group in groups if group.experts
+            group.name: ExpertSums(group.experts, group.in_features, least_visits) for group in groups if group.experts
         }
         self.caches = caches
         self.missing: set[str] = set()

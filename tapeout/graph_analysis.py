@@ -173,7 +173,7 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
     linears = find_quantizable(graph, dependent)
     by_output = {id(linear.output): linear for linear in linears}
     units = {id(linear): _unit(linear, by_output, graph, dependent) for linear in linears}
-    experts = list(_experts_groups(graph))
+    experts = list(experts_groups(graph))
     _require_own_weights([linear.name for linear in linears] + [name for _, group in experts for name in group.members])
     _require_one_head([linear for linear in linears if units[id(linear)] == "lm_head"])
     # The group before a "down" is "gate_up": known only once the downs are.
@@ -218,7 +218,7 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
     return tuple(group for _, group in sorted([*found, *experts], key=lambda pair: order[id(pair[0])]))
 
 
-def _experts_groups(graph: ir.Graph) -> Iterator[tuple[ir.Node, LinearGroup]]:
+def experts_groups(graph: ir.Graph) -> Iterator[tuple[ir.Node, LinearGroup]]:
     """The projections of every node of experts, as far as they are parameters, stored as they are or transposed."""
     names = Counter[str]()
     for node in filter(is_experts, graph):

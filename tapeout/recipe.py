@@ -106,7 +106,8 @@ class Rule(Section):
     """The first rule whose ``match`` (glob over ``layers.N.unit``) fits a linear decides its scheme. In a recipe the
     scheme's fields stand beside ``match``.
 
-    Units: ``qkv``, ``o``, ``gate_up``, ``down``, and ``linear.NAME`` for anything else inside a layer.
+    Units: ``qkv``, ``o``, ``gate_up``, ``down``, ``experts_up``, ``experts_down``, and ``linear.NAME`` for anything
+    else inside a layer.
     """
 
     match: str
