@@ -3,8 +3,7 @@
 Random weights cannot tell a good quantizer from a bad one: their logits are noise, and no margin or agreement means
 anything. These models (4 layers, hidden 128, 4 heads over 2 KV heads, 1,024 byte-level BPE tokens) have read the
 language reference in ``pydoc_data.topics`` and predict held-out passages of it far better than token frequencies do.
-Three of the four layers of the lfm2 are short convolutions. Layers of the qwen3_moe have 8 experts, 2 of them for a
-token, and nothing made their router spread tokens evenly.
+Three of the four layers of the lfm2 are short convolutions.
 
 Each is trained once per machine, and again when this file or a version that shapes its weights changes.
 """
@@ -36,7 +35,6 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["conv", "conv", "full_attention", "conv"],
         "block_auto_adjust_ff_dim": False,  # else the size of the MLP is not the one given
     },
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
 }
 
 CHAT_TEMPLATE = (

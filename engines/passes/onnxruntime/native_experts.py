@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from engines.bundle import LinearOutput
 from engines.kernels.operators import DOMAIN
 from engines.passes.base import Lowering, PassResult, deferred, dimension, new_value, parameter_behind, replace
 from tapeout.operators.experts import DOWN_INPUT, NAME, UP_INPUT, ExpertGate, is_experts
@@ -27,19 +28,23 @@ def run(lowering: Lowering) -> PassResult:
         return PassResult(0, ("no experts in the graph",))
     declined: list[str] = []
     for node in nodes:
-        gate = ExpertGate.of(node)
+        gate, output, down = ExpertGate.of(node), node.outputs[0], node.inputs[DOWN_INPUT]
+        assert down is not None
+        name, rows = parameter_behind(down), (dimension(down, 1),)
         unknown = "" if gate.activation in ACTIVATIONS else f"there is no kernel for {gate.activation} of experts"
         if reason := lowering.kernels.unsupported(NAME) or unknown:
             declined.append(f"{NAME} {node.outputs[0].name}: {reason}; ONNX Runtime computes it")
         else:
-            _lower(lowering, node, gate)
+            output = _lower(lowering, node, gate)
+        # Parity compares the sum over experts, by the name of their down projection.
+        lowering.linear_outputs.append(LinearOutput(value=output.name or "", weights=(name,), rows=rows))
     if not declined:
         del model.functions[("tapeout", NAME, "")]
     model.opset_imports[DOMAIN] = 1
     return PassResult(len(nodes) - len(declined), tuple(declined))
 
 
-def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> None:
+def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> ir.Value:
     weights = (_tiled(lowering, node, number, gate) for number in (UP_INPUT, DOWN_INPUT))
     biases = (_bias(lowering, node, number, gate) for number in (UP_INPUT, DOWN_INPUT))
     lowered = ir.node(
@@ -55,6 +60,7 @@ def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> None:
         outputs=[new_value(f"{node.outputs[0].name}.native", node.outputs[0])],
     )
     replace(lowering.model, [node], [lowered], {node.outputs[0]: lowered.outputs[0]})
+    return lowered.outputs[0]
 
 
 def _tiled(lowering: Lowering, node: ir.Node, number: int, gate: ExpertGate) -> ir.Value:
