@@ -19,16 +19,16 @@ from quantization.quantize import quantize
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
-from tapeout.schemes import FLOAT
+from tapeout.schemes import FLOAT, Scheme
 from tests.exported import family_graph
 from tests.family_engines import texts, words
 from tests.plans import written_plan
 
 RULES = (
-    Rule(match="layers.0.experts_up", bits=4, group_size=32, symmetric=True),
-    Rule(match="layers.*.experts_down", bits=6, group_size=32, symmetric=True),
-    Rule(match="layers.1.experts_up", bits=8, group_size=64),
-    Rule(match="*", bits=8, group_size=32, symmetric=True),
+    Rule(match="layers.0.experts_up", scheme=Scheme(bits=4, symmetric=True)),
+    Rule(match="layers.*.experts_down", scheme=Scheme(bits=6, symmetric=True)),
+    Rule(match="layers.1.experts_up", scheme=Scheme(bits=8, group_size=64)),
+    Rule(match="*", scheme=Scheme(bits=8, symmetric=True)),
 )
 SAMPLES, TOKENS = 16, 48  # of calibration
 
