@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,10 +96,10 @@ def visited(group: LinearGroup, tokens: int) -> tuple[float, int]:
     ...     experts=128, chosen=8,
     ... )
     >>> [(round(read, 1), each) for read, each in (visited(group, tokens) for tokens in (1, 32, 512))]
-    [(8.0, 1), (111.8, 3), (128.0, 32)]
+    [(8.0, 1), (111.8, 2), (128.0, 32)]
     """
     read = group.experts * (1 - (1 - group.chosen / group.experts) ** tokens)
-    return read, math.ceil(tokens * group.chosen / read)
+    return read, round(tokens * group.chosen / read)
 
 
 def head_of(graph: PortableGraph) -> LinearGroup:

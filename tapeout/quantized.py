@@ -41,6 +41,11 @@ class QuantizedWeight:
         zero_points = None if self.zero_points is None else self.zero_points[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], zero_points=zero_points)
 
+    def rows(self, wanted: slice) -> QuantizedWeight:
+        """Some output channels of a weight ``[N, K]``."""
+        zero_points = None if self.zero_points is None else self.zero_points[wanted]
+        return replace(self, codes=self.codes[wanted], scales=self.scales[wanted], zero_points=zero_points)
+
     @property
     def group_size(self) -> int:
         return self.scheme.group_size or self.codes.shape[-1]

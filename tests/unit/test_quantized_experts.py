@@ -18,7 +18,10 @@ from engines.kernels import cpu as native
 from engines.load import open_probe
 from engines.passes.onnxruntime import native_experts
 from evals.kinds.parity.measure import compare
+from pipeline.export.checkpoint import load_checkpoint
 from quantization.calibrate import ExpertSums
+from quantization.checkpoint_formats.experts import names_of
+from quantization.checkpoint_formats.write import export_checkpoint
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.cost_table import CostTable, shape_of
 from quantization.proof import QuantizationProof, count_tensors, prove
@@ -27,7 +30,7 @@ from quantization.reference import InputGrid, QuantizedReference
 from quantization.simulate import Simulation
 from quantization.statistics import read_statistics
 from quantization.units import candidates_of, out_by_in, resolve, units_of
-from tapeout.errors import QuantizationError
+from tapeout.errors import ExportError, QuantizationError
 from tapeout.graph_analysis import experts_groups
 from tapeout.mapped_model import open_model
 from tapeout.number_format import FloatArray
@@ -37,6 +40,7 @@ from tapeout.portable_graph import LinearGroup
 from tapeout.quantized import QuantizedWeight, round_to_nearest, stacked
 from tapeout.recipe import Rule
 from tapeout.schemes import FLOAT, STATIC_INT8, Scheme
+from tapeout.tensor_files import stored_tensors
 from tests.checkpoints import say_schemes
 from tests.experts import SAMPLES, TOKENS, Mixture, calibrated, quantized, recipe
 from tests.exported import family_graph
@@ -107,8 +111,8 @@ def test_costs_count_the_experts_that_a_step_reads() -> None:
     table = CostTable("ort-cpu", 1, 8, 64, {shape: {scheme.name: 100}}, seconds, {})
     cost = table.linears([group, group], scheme)
     assert cost.bytes == 2 * 4 * 100
-    # 2 of 4 experts for one token; 3.75 of 4 for four tokens, which send 3 tokens to each: not timed
-    assert cost.seconds == {1: 2 * 2 * 1.0, 2: 2 * 3 * 1.25}
+    # 2, 3 and 3.75 of 4 experts, with 1, 4 / 3 and 8 / 3.75 tokens each
+    assert cost.seconds == {1: 2 * 2 * 1.0, 2: 2 * 3 * 1.0, 4: 2 * 3.75 * 1.25}
 
 
 def test_experts_compute_one_by_one_what_they_do_together() -> None:
@@ -349,6 +353,35 @@ def test_a_simulation_computes_the_rounded_experts(mixture: Mixture) -> None:
     expected = float((exact.exp() * (exact - wrong)).sum(-1).mean())
     assert simulation.kl(changed) == pytest.approx(expected, rel=0.02) and expected > 1e-5
     assert simulation.kl({}) < 1e-6
+
+
+EXPORTABLE = (Rule(match="*", scheme=Scheme(bits=4, symmetric=True)),)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "autoawq"])
+def test_other_formats_have_a_linear_for_each_expert(name: str, tmp_path: Path) -> None:
+    """transformers' names are those of checkpoints on the hub; what is read from them is what we hold, bit for bit."""
+    made = quantized(FAMILY, tmp_path, recipe(EXPORTABLE)).quantized
+    folder = tmp_path / "exported"
+    export_checkpoint(made.folder, name, folder, wider=False, progress=lambda _done, _total: None)
+    stored = stored_tensors(folder)
+    part = {"compressed-tensors": "weight_packed", "autoawq": "qweight"}[name]
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        assert f"model.layers.1.mlp.experts.3.{projection}.{part}" in stored
+    ours, theirs = open_checkpoint(made.folder), dict(load_checkpoint(folder, "").model.named_parameters())
+    assert set(ours.names()) == set(theirs) and UP in theirs
+    for parameter in ours.names():
+        np.testing.assert_array_equal(ours.weight(parameter), theirs[parameter].detach().numpy(), parameter)
+
+
+def test_formats_without_a_place_for_experts_are_refused(tmp_path: Path) -> None:
+    mixed = quantized(FAMILY, tmp_path / FAMILY, recipe()).quantized
+    with pytest.raises(QuantizationError, match=r"(?s)cannot hold .* model\.layers\.0\.mlp\.experts\.0\.down_proj"):
+        export_checkpoint(mixed.folder, "autoawq", tmp_path / "awq", wider=False, progress=lambda _done, _total: None)
+    with pytest.raises(ExportError, match="a model of type qwen3_moe"):
+        export_checkpoint(mixed.folder, "gguf", tmp_path / "gguf", wider=False, progress=lambda _done, _total: None)
+    with pytest.raises(QuantizationError, match="checkpoints of granitemoe do not have a weight for each"):
+        names_of("granitemoe", "model.layers.0.block_sparse_moe.experts.gate_up_proj")
 
 
 @pytest.mark.skipif(native.level() is None, reason=native.unsupported())
