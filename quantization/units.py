@@ -104,8 +104,8 @@ def candidates_for(columns: int, candidate_schemes: Sequence[Scheme] = CANDIDATE
 
 def candidates_of(group: LinearGroup) -> tuple[Scheme, ...]:
     """The schemes that a group of linears or experts can have, fitted to it. Inputs of experts have no static grid."""
-    menu = [scheme for scheme in CANDIDATE_SCHEMES if scheme.activations == "float" or not group.experts]
-    return candidates_for(group.in_features, menu)
+    possible = [scheme for scheme in CANDIDATE_SCHEMES if scheme.activations == "float" or not group.experts]
+    return candidates_for(group.in_features, possible)
 
 
 def embedding_schemes(wanted: Embeddings, columns: int) -> tuple[Scheme, ...]:

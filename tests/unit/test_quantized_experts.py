@@ -95,8 +95,8 @@ def test_units_menus_and_rules_know_experts() -> None:
     graph = family_graph(FAMILY).record
     names = [unit.name for unit in units_of(graph, 2)]
     assert {"layers.0-1.experts_up", "layers.0-1.experts_down"} < set(names)
-    menu = candidates_of(group_named("layers.0.experts_up"))
-    assert STATIC_INT8 not in menu and FLOAT in menu
+    candidates = candidates_of(group_named("layers.0.experts_up"))
+    assert STATIC_INT8 not in candidates and FLOAT in candidates
     assert STATIC_INT8 in candidates_of(group_named("layers.0.qkv"))
     with pytest.raises(QuantizationError, match=r"gives layers\.0\.experts_up static int8"):
         resolve(graph, [Rule(match="*", scheme=STATIC_INT8)])
