@@ -93,15 +93,17 @@ class Calibration(Record):
     versions: dict[str, str]
 
 
-def gram_blocks(channels: int, largest: int = BLOCK_CHANNELS) -> int:
+def gram_blocks(channels: int, largest: int | None = None) -> int:
     """How many equal blocks a Gram matrix is kept in: 1 where no small number of them divides the channels.
+
+    ``largest``: channels of a block, ``BLOCK_CHANNELS`` unless given.
 
     >>> [gram_blocks(channels) for channels in (1536, 8192, 11008, 14336, 4099)]
     [1, 4, 4, 4, 1]
     >>> [gram_blocks(channels, EXPERT_BLOCK_CHANNELS) for channels in (64, 768, 2880)]
     [1, 3, 12]
     """
-    least = -(-channels // largest)
+    least = -(-channels // (largest or BLOCK_CHANNELS))
     return next((count for count in range(least, 4 * least) if channels % count == 0), 1)
 
 
