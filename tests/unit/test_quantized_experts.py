@@ -242,7 +242,7 @@ def test_sound_experts_pass_the_proof(scheme: Scheme, seed: int, alike: bool, sp
     source = random(4, 24, 64, seed=seed)
     if alike:
         source = source[:1] + np.float32(0.01) * source
-    source *= np.exp(np.float32(spread) * random(4, 24, 1, seed=seed + 1))
+    source = (source * np.exp(spread * random(4, 24, 1, seed=seed + 1))).astype(np.float32)
     source[2, 3] = 0
     stored = round_to_nearest(source, scheme)
     with tempfile.TemporaryDirectory() as folder:
