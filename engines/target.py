@@ -67,7 +67,7 @@ class Capabilities:
     float_type: str = "fp32"  # where the plan decides: of a KV cache that is not quantized
     precisions: Mapping[str, Precision] = field(default_factory=dict[str, Precision])  # empty: the plan decides
     parity_probe: bool = False  # ``probe`` is implemented
-    int8_activations: bool = False  # linears over blocks of codes round their input to int8, by row and block
+    int8_activations: bool = False  # linears and experts over blocks of codes round inputs to int8, by row and block
     timed: bool = False  # ``timer`` is implemented, so a plan can be chosen for this target
     operators: tuple[str, ...] | None = None  # of tapeout/operators; None: all, as the runtime computes their bodies
     ahead_of_time: bool = False  # a bundle for all levels is built on any machine

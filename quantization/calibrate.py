@@ -4,40 +4,50 @@ One pass through the model, layer by layer: every sample goes through a layer be
 holds one layer's weights and the sums over one layer's inputs; hidden states lie in a file. Each finished layer is
 kept, so that an interrupted run goes on where it was.
 
+Experts of a mixture have statistics of their own, each of the tokens that chose it (calibration.py).
+
 B, S  batch (1) and tokens of a sample      K  input channels of a group      H, D  KV heads and head size
+E  experts of a layer      n  tokens of a sample that chose one of them
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from quantization.calibration import (
+    EXPERT_BLOCK_CHANNELS,
     HEAD_FILE,
     SAMPLES_FILE,
     Calibration,
     CalibrationSample,
+    ExpertVisits,
     gram_blocks,
     layer_file,
     sample_hash,
     samples_hash,
+    statistics_file,
 )
 from quantization.hidden_states import HiddenStates
 from quantization.needs import calibration_needs
 from quantization.statistics import Array, pack_gram
-from quantization.units import layer_of
+from quantization.units import kind_of, layer_of
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, SourceError
 from tapeout.layer_stream import LayerStream
 from tapeout.operators import state_changed
+from tapeout.operators.experts import UNITS
+from tapeout.operators.experts.in_torch import experts_changed
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.progress import ProgressBar
 from tapeout.recipe import Calibrate
@@ -47,6 +57,7 @@ from tapeout.work_folder import is_kept, keep, source_hash, work_folder
 
 MIN_TOKENS = 8
 GRAM_BLOCK = 256  # a Gram matrix is summed in row blocks from the diagonal on: 5/8 of the work at 1,024 channels
+_TINY = 1e-30  # below any sum of squared routing weights
 LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
@@ -90,17 +101,36 @@ def calibrate(
     require("calibrate", calibration_needs(graph.record, record.tokens), folder.parent, progress)
     key = {"graph": graph.digest, "record": record.model_dump(), "code": source_hash(Path(__file__).parent)}
     with work_folder(folder, key) as work:
-        _run(graph, samples, fit_samples, work)
+        _run(graph, samples, fit_samples, settings.min_visits, work)
         with artifact.create(folder, Calibration) as draft:
             (draft.folder / "statistics").mkdir()
             for name in record.statistics:
                 (draft.folder / name).hardlink_to(work / name)
             (draft.folder / SAMPLES_FILE).write_text("".join(sample.model_dump_json() + "\n" for sample in described))
-            draft.finish(record, parents={"graph": graph})
+            visits = _visits(graph.record, work)
+            for note in filter(None, (layer.note(settings.min_visits) for layer in visits)):
+                progress(note)
+            draft.finish(record.model_copy(update={"visits": visits}), parents={"graph": graph})
     return artifact.load(folder, Calibration)
 
 
-def _run(graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_samples: int, work: Path) -> None:
+def _visits(graph: PortableGraph, folder: Path) -> tuple[ExpertVisits, ...]:
+    """Of every module of experts, from the files of ``folder``."""
+    modules: dict[str, list[str]] = {}
+    for group in graph.groups:
+        if group.experts:
+            modules.setdefault(_module_of(group), []).append(group.name)
+    found: list[ExpertVisits] = []
+    for names in modules.values():
+        with safe_open(folder / statistics_file(names[0]), framework="numpy") as file:
+            fit, holdout = file.get_tensor(f"{names[0]}.visits").tolist()
+        found.append(ExpertVisits(groups=tuple(names), fit=tuple(fit), holdout=tuple(holdout)))
+    return tuple(found)
+
+
+def _run(
+    graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_samples: int, min_visits: int, work: Path
+) -> None:
     """Write the statistics files of every layer that ``work`` lacks, and the head's."""
     (work / "statistics").mkdir(exist_ok=True)
     stream = LayerStream(graph.folder)
@@ -109,12 +139,13 @@ def _run(graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_s
         states.start_again()  # states before a layer that is damaged are gone
     pair = _pair_norm(graph.record, stream.model.config.get_text_config())
     inputs = [torch.tensor([list(sample)]) for sample in samples]
+    least = min_visits, -(-min_visits * (len(samples) - fit_samples) // fit_samples)
     total, done = (len(stream) + 1) * len(samples), states.layer * len(samples)  # a sample through a layer
     with ProgressBar(title="calibrating", unit="sample", total=total, done=done) as progress:
         for layer in range(states.layer, len(stream)):
             groups = [group for group in graph.record.groups if layer_of(group) == layer]
             caches = {layer: _KVRange(pair)} if layer in graph.record.cached_layers else {}
-            with stream.loaded(layer), _observe(stream.model, groups, caches) as observer:
+            with stream.loaded(layer), _observe(stream.model, groups, caches, least) as observer:
                 for number, tokens in enumerate(inputs):
                     with observer.sample(holdout=number >= fit_samples):
                         states.write(stream.run(layer, states.read(number), input_ids=tokens))
@@ -122,7 +153,7 @@ def _run(graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], fit_s
                 _write(observer.results(), work / layer_file(layer))
             states.advance()
         outside = [group for group in graph.record.groups if layer_of(group) is None]
-        with _observe(stream.model, outside, {}) as observer:
+        with _observe(stream.model, outside, {}, least) as observer:
             for number, tokens in enumerate(inputs):
                 with observer.sample(holdout=number >= fit_samples), suppress(_AllSeen):
                     observer.stop_early = True
@@ -202,6 +233,69 @@ class _GroupSums:
         return {name: correlation, f"{name}_power": power}
 
 
+class ExpertSums:
+    """Running sums over the inputs ``[n, K]`` of the experts of one group.
+
+    Tokens count by the square of their routing weight. ``least``: visits in the fit samples, and in the held-out ones,
+    from which on an expert needs no inputs of others.
+    """
+
+    def __init__(self, experts: int, channels: int, least: tuple[int, int]) -> None:
+        blocks = gram_blocks(channels, EXPERT_BLOCK_CHANNELS)
+        self.gram = torch.zeros(experts, blocks, channels // blocks, channels // blocks)
+        self.mass = torch.zeros(experts, dtype=torch.float64)  # of the tokens in the Gram matrix
+        self.visits = torch.zeros(2, experts, dtype=torch.int64)
+        self.abs_sum = torch.zeros(experts, channels, dtype=torch.float64)
+        self.abs_max = torch.zeros(experts, channels)
+        self.least = least
+        self.fit: dict[str, Array] = {}  # complete once a held-out sample comes
+
+    def begin(self, *, holdout: bool) -> None:
+        """The next sample."""
+        if holdout and not self.fit:
+            self.fit = self._packed("gram", 0)
+            share = self._share(0)[:, None]
+            mean_abs = share * self.abs_sum / self.visits[0].clamp_min(1)[:, None]
+            mean_abs += (1 - share) * self.abs_sum.sum(0) / self.visits[0].sum()
+            max_abs = torch.where(share < 1, self.abs_max.amax(0), self.abs_max)
+            self.fit |= {"mean_abs": mean_abs.float().numpy(), "max_abs": max_abs.numpy()}
+            self.gram.zero_()
+            self.mass.zero_()
+
+    def add(self, expert: int, inputs: Tensor, weight: Tensor, *, holdout: bool) -> None:
+        self.visits[int(holdout), expert] += len(inputs)
+        self.mass[expert] += weight.square().sum(dtype=torch.float64)
+        weighted = inputs * weight[:, None]
+        for block, part in zip(self.gram[expert], weighted.chunk(self.gram.shape[1], 1), strict=True):
+            _add_upper(block, part)
+        if not holdout:
+            magnitude = inputs.abs()
+            self.abs_sum[expert] += magnitude.sum(0, dtype=torch.float64)
+            torch.maximum(self.abs_max[expert], magnitude.amax(0), out=self.abs_max[expert])
+
+    def results(self) -> dict[str, Array]:
+        """By name in the statistics file; the sums are used up."""
+        return self.fit | self._packed("gram_holdout", 1) | {"visits": self.visits.numpy()}
+
+    def _share(self, part: int) -> Tensor:
+        """Of each expert's own inputs in what is kept of it; the rest is the mean over all experts ``[E]``."""
+        share = (self.visits[part] / self.least[part]).clamp_max(1.0).double()
+        return torch.where(self.mass > 0, share, 0.0)
+
+    def _packed(self, name: str, part: int) -> dict[str, Array]:
+        everyone = (self.gram.sum(0) / max(float(self.mass.sum()), _TINY)).float()
+        packed: list[tuple[Array, Array]] = []
+        for gram, mass, share in zip(self.gram, self.mass.tolist(), self._share(part).tolist(), strict=True):
+            mean = gram * (share / max(mass, _TINY))
+            if share < 1:
+                mean += everyone * (1 - share)
+            packed.append(pack_gram(mean.numpy()))
+        return {
+            name: np.stack([correlation for correlation, _ in packed]),
+            f"{name}_power": np.stack([power for _, power in packed]),
+        }
+
+
 def _add_upper(gram: Tensor, inputs: Tensor) -> None:
     """Add ``inputsᵀ inputs`` to the upper triangle of ``gram [k, k]``, in whole blocks; below it is left undefined."""
     for start in range(0, len(gram), GRAM_BLOCK):
@@ -232,8 +326,13 @@ class _AllSeen(Exception):  # noqa: N818 - not an error: the rest of the forward
 class _Observer:
     """Collects what hooks see of some groups and caches, sample by sample."""
 
-    def __init__(self, groups: Sequence[LinearGroup], caches: dict[int, _KVRange]) -> None:
-        self.groups = {group.name: _GroupSums(group.in_features) for group in groups}
+    def __init__(
+        self, groups: Sequence[LinearGroup], caches: dict[int, _KVRange], least_visits: tuple[int, int]
+    ) -> None:
+        self.groups = {group.name: _GroupSums(group.in_features) for group in groups if not group.experts}
+        self.experts = {
+            group.name: ExpertSums(group.experts, group.in_features, least_visits) for group in groups if group.experts
+        }
         self.caches = caches
         self.missing: set[str] = set()
         self.holdout = False
@@ -243,7 +342,10 @@ class _Observer:
     def sample(self, *, holdout: bool) -> Generator[None]:
         """One sample through what is watched."""
         self.holdout = holdout
-        self.missing = {*self.groups, *(_cache_name(layer, part) for layer in self.caches for part in ("key", "value"))}
+        cached = (_cache_name(layer, part) for layer in self.caches for part in ("key", "value"))
+        self.missing = {*self.groups, *self.experts, *cached}
+        for sums in self.experts.values():
+            sums.begin(holdout=holdout)
         yield
         if self.missing:
             raise QuantizationError(
@@ -261,6 +363,12 @@ class _Observer:
         if self.stop_early and not self.missing:
             raise _AllSeen
 
+    def see_expert(self, group: str, expert: int, inputs: Tensor, weight: Tensor) -> None:
+        self.missing.discard(group)
+        if not inputs.isfinite().all():
+            raise _not_finite(f"the input of {group}, expert {expert},", inputs)
+        self.experts[group].add(expert, inputs, weight, holdout=self.holdout)
+
     def see_cache(self, layer: int, part: str, kept: Tensor) -> Tensor:
         self._mark(_cache_name(layer, part))
         self.caches[layer].add(part, kept)
@@ -269,7 +377,7 @@ class _Observer:
     def results(self) -> dict[str, Array]:
         """The tensors of a statistics file; :class:`QuantizationError` names the first that is not finite."""
         tensors: dict[str, Array] = {}
-        for name, sums in self.groups.items():
+        for name, sums in (self.groups | self.experts).items():
             tensors |= {f"{name}.{part}": array for part, array in sums.results().items()}
         for layer, cache in self.caches.items():
             for part, tensor in cache.maxima.items():
@@ -301,17 +409,33 @@ def _cache_name(layer: int, part: str) -> str:
 
 
 @contextmanager
-def _observe(model: Any, groups: Sequence[LinearGroup], caches: dict[int, _KVRange]) -> Generator[_Observer]:
-    observer = _Observer(groups, caches)
+def _observe(
+    model: Any, groups: Sequence[LinearGroup], caches: dict[int, _KVRange], least_visits: tuple[int, int]
+) -> Generator[_Observer]:
+    observer = _Observer(groups, caches, least_visits)
+    experts = {
+        (model.get_submodule(_module_of(group)), number): group.name
+        for group in groups
+        for number, unit in UNITS.items()
+        if group.experts and kind_of(group).startswith(unit)
+    }
+
+    def see(module: torch.nn.Module, number: int, expert: int, inputs: Tensor, weight: Tensor) -> Tensor:
+        if (module, number) in experts:
+            observer.see_expert(experts[module, number], expert, inputs, weight)
+        return inputs
+
     handles: list[Any] = []
     try:
         for group in groups:
+            if group.experts:
+                continue
 
             def hook(_: Any, inputs: tuple[Tensor, ...], name: str = group.name) -> None:
                 observer.see_inputs(name, inputs[0])
 
             handles.append(_reader(model, group).register_forward_pre_hook(hook))
-        with state_changed(model, observer.see_cache):
+        with state_changed(model, observer.see_cache), experts_changed(model, see) if experts else nullcontext():
             yield observer
     finally:
         for handle in handles:
@@ -323,6 +447,11 @@ def _reader(model: Any, group: LinearGroup) -> torch.nn.Module:
     if group.name == "lm_head":
         return model.get_output_embeddings()
     return model.get_submodule(group.members[0].removesuffix(".weight"))
+
+
+def _module_of(experts: LinearGroup) -> str:
+    """The module whose parameter a group of experts is."""
+    return experts.members[0].rpartition(".")[0]
 
 
 def _pair_norm(graph: PortableGraph, config: Any) -> Callable[[Tensor], Tensor]:

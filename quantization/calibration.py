@@ -15,6 +15,11 @@ The folder holds, in safetensors (K = B k: input channels of a group; D: head si
         taken after the rotary embedding, as the cache stores them
     ``layers.N.k_pair_absmax``  ``[kv_heads, D]``  maximum of ``sqrt(k_d² + k_e²)``, e being the channel the rotary
         embedding turns d into: a bound on both that no position can exceed. ``|k_d|`` where d is not rotated
+``GROUP.*`` of experts
+    all of these with a dimension for the experts in front, of the tokens that chose each, weighted by the square of
+    their routing weight: so much of an expert's error comes into the output. ``GROUP.visits``, int64 ``[2, experts]``,
+    counts these tokens in the fit samples and in the held-out ones. An expert with fewer than ``calibrate.min_visits``
+    is starved: what it lacks is filled up with the mean over the inputs of all experts of the layer.
 ``samples.jsonl``
     a ``CalibrationSample`` per sample, never its text
 """
@@ -33,6 +38,8 @@ HEAD_FILE = "statistics/head.safetensors"
 # Of a block of a Gram matrix, at most. In one block of K channels disk and memory grow with K², a Cholesky factor with
 # K³: the search of one group of a model of 8 billion parameters would take 5.8 GB (docs/benchmarks/scale.md).
 BLOCK_CHANNELS = 3584
+# Of an expert's: it sees few tokens, which say little of many channels, and there may be thousands of experts.
+EXPERT_BLOCK_CHANNELS = 256
 
 
 class CalibrationSample(Frozen):
@@ -41,9 +48,36 @@ class CalibrationSample(Frozen):
     holdout: bool
 
 
+class ExpertVisits(Frozen):
+    """Tokens that chose each expert of a layer, which both its projections read."""
+
+    groups: tuple[str, ...]  # by their names in the PortableGraph
+    fit: tuple[int, ...]  # in the samples that methods are fitted to
+    holdout: tuple[int, ...]
+
+    def starved(self, min_visits: int) -> tuple[int, ...]:
+        """Experts with fewer visits than that.
+
+        >>> ExpertVisits(groups=("layers.0.experts_up",), fit=(300, 2), holdout=(80, 0)).starved(256)
+        (1,)
+        """
+        return tuple(expert for expert, visits in enumerate(self.fit) if visits < min_visits)
+
+    def note(self, min_visits: int) -> str:
+        """Which experts are starved, for the log and the report; empty: none."""
+        starved = self.starved(min_visits)
+        if not starved:
+            return ""
+        return (
+            f"{', '.join(self.groups)}: {len(starved)} of {len(self.fit)} experts ({', '.join(map(str, starved))}) "
+            f"were chosen by fewer than {min_visits} tokens of calibration; the mean over the inputs of all experts of "
+            "the layer stands in for what they lack"
+        )
+
+
 class Calibration(Record):
     artifact_type: ClassVar[str] = "Calibration"
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
     remedy: ClassVar[str] = "run `dvc repro calibrate`"
     parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
 
@@ -55,16 +89,21 @@ class Calibration(Record):
     tokens: int  # in all samples together
     layers: int
     statistics: tuple[str, ...]  # files, one per layer and the head's
+    visits: tuple[ExpertVisits, ...] = ()  # of every layer that has experts
     versions: dict[str, str]
 
 
-def gram_blocks(channels: int) -> int:
+def gram_blocks(channels: int, largest: int | None = None) -> int:
     """How many equal blocks a Gram matrix is kept in: 1 where no small number of them divides the channels.
+
+    ``largest``: channels of a block, ``BLOCK_CHANNELS`` unless given.
 
     >>> [gram_blocks(channels) for channels in (1536, 8192, 11008, 14336, 4099)]
     [1, 4, 4, 4, 1]
+    >>> [gram_blocks(channels, EXPERT_BLOCK_CHANNELS) for channels in (64, 768, 2880)]
+    [1, 3, 12]
     """
-    least = -(-channels // BLOCK_CHANNELS)
+    least = -(-channels // (largest or BLOCK_CHANNELS))
     return next((count for count in range(least, 4 * least) if channels % count == 0), 1)
 
 

@@ -1,9 +1,9 @@
 """QuantizedModel: a checkpoint in the compressed-tensors layout, and how every linear in it came to be.
 
 The folder is a Hugging Face checkpoint (``config.json`` with its ``quantization_config``, ``model.safetensors`` or
-shards with an index, tokenizer files) that transformers loads by itself, plus ``kv_scales.safetensors`` when the KV
-cache is int8 or int4: float32 ``layers.N.k_scale`` and ``layers.N.v_scale``, ``[kv heads, head size]``, and in the
-metadata the ``bits`` of their codes.
+shards with an index, tokenizer files) that transformers loads by itself, unless experts of a mixture are quantized.
+When the KV cache is int8 or int4 there is ``kv_scales.safetensors``, too: float32 ``layers.N.k_scale`` and
+``layers.N.v_scale``, ``[kv heads, head size]``, and in the metadata the ``bits`` of their codes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ class LinearReport(Frozen):
     calibration samples that no choice was fitted to; ``error_rtn`` is what RTN would have given. With int8 activations
     both include the rounding of the inputs.
 
-    For an embedding that is not tied, of whose inputs there is no Gram matrix, the errors are those of its weights.
+    For an embedding that is not tied, of whose inputs there is no Gram matrix, the errors are those of its weights. Of
+    ``experts`` of a mixture they are means, weighted by how many tokens of calibration chose each, and the method is
+    that of most of them.
     """
 
     name: str
     group: str
     out_features: int
     in_features: int
+    experts: int = 0
     scheme: Scheme
     method: str  # "float", or a module of quantization/methods
     input_scale: str  # "identity", or the AWQ or SmoothQuant candidate that was folded into the producer
@@ -83,7 +86,7 @@ class KVScales:
 
 class QuantizedModel(Record):
     artifact_type: ClassVar[str] = "QuantizedModel"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4
     remedy: ClassVar[str] = "run `dvc repro quantize`"
     parent_roles: ClassVar[Roles] = {
         "graph": ("PortableGraph",),
@@ -96,7 +99,9 @@ class QuantizedModel(Record):
     kv_cache: KVScheme
     proof: QuantizationProof
     source_bytes: int  # of the float checkpoint's weights
-    notes: tuple[str, ...]  # where the plan could not be followed to the letter, and what was done
+    notes: tuple[
+        str, ...
+    ]  # where the plan could not be followed to the letter, and experts that calibration hardly saw
 
     @property
     def summary(self) -> str:

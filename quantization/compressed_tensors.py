@@ -14,6 +14,9 @@ Two of its encodings are used, each module's named in ``config.json`` (compresse
 
 Other formats bring a third, as ``mxfp4`` does. ``tapeout/formats`` says how the codes of each lie in these tensors.
 
+Experts of a mixture are one parameter ``X`` of three dimensions, stored as ``X.weight_packed`` and so on with the
+experts in front and ``X.weight_shape`` ``[3]``. transformers loads such experts in float only.
+
 transformers 5.23 with compressed-tensors 0.20 does not load *packed zero points* (on the meta device their shape is
 taken for the unpacked one), so only symmetric schemes load there; compressed-tensors itself and this reader take both.
 
@@ -33,7 +36,7 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors import safe_open
 
-from quantization.stored import Declared, Parts, check, quantized_modules, whole
+from quantization.stored import Declared, Parts, check, experts_of, quantized_modules, whole
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.formats import formats
@@ -60,6 +63,10 @@ class Tensor:
     def read(self) -> AnyArray:
         return self._file.get_tensor(self._name)
 
+    def read_part(self, index: int) -> AnyArray:
+        """At an index of the first dimension."""
+        return self._file.get_slice(self._name)[index]
+
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * int(re.sub(r"\D", "", self.dtype)) // 8
@@ -76,14 +83,19 @@ class Checkpoint:
         self._schemes = {module: _scheme(module, parts, groups) for module, parts in self._modules.items()}
 
     def names(self) -> tuple[str, ...]:
-        """Parameter names, ``X.weight`` for quantized ones too, sorted."""
-        return tuple(sorted({re.sub(r"weight_packed$", "weight", n) for n in self._tensors if not _is_side_part(n)}))
+        """Parameter names, ``X.weight`` for quantized linears too and ``X`` for quantized experts, sorted."""
+        packed = {f"{module}.weight_packed": module for module in self._modules}
+        experts = {module for module, parts in self._modules.items() if experts_of(parts)}
+        found = (packed.get(name, name) for name in self._tensors if not _is_side_part(name))
+        return tuple(
+            sorted({f"{name}.weight" if name in self._modules and name not in experts else name for name in found})
+        )
 
     def is_quantized(self, name: str) -> bool:
         return _module(name) in self._modules
 
     def linear(self, name: str) -> QuantizedWeight | FloatArray:
-        """A linear's or embedding's weight: codes when it is quantized, else float32 ``[N, K]``."""
+        """A weight of a linear, an embedding or experts: codes ``[..., N, K]`` when it is quantized, else float32."""
         if not self.is_quantized(name):
             return self.tensor(name)
         module = _module(name)
@@ -101,6 +113,10 @@ class Checkpoint:
     def tensor(self, name: str) -> FloatArray:
         """An unquantized tensor as float32, in its own shape."""
         return as_float32(self._tensor(name).read())
+
+    def part(self, name: str, index: int) -> FloatArray:
+        """One expert of an unquantized parameter, as float32."""
+        return as_float32(self._tensor(name).read_part(index))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of an unquantized tensor, from the header alone."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantization.kv_cache import BITS
-from quantization.units import HEAD, candidates_for, embedding_schemes, embeddings_of, resolve
+from quantization.units import HEAD, candidates_of, embedding_schemes, embeddings_of, resolve
+from tapeout.operators.experts import share_read
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import THROUGHPUT_STREAMS, KVCache, Plan
 from tapeout.schemes import Scheme
@@ -40,9 +41,9 @@ class CostTable:
     attention: Mapping[str, Mapping[int, float]]  # of one layer, by a cache's dtype and tokens of a step
 
     def linears(self, groups: Sequence[LinearGroup], scheme: Scheme) -> Cost:
-        """Of groups that are all of one shape."""
+        """Of groups that are all of one shape, with so many experts or none."""
         size = self.bytes[shape_of(groups[0])][scheme.fitted(groups[0].in_features).name]
-        return Cost(len(groups) * size, self.linears_seconds(groups, scheme))
+        return Cost(len(groups) * max(1, groups[0].experts) * size, self.linears_seconds(groups, scheme))
 
     def embeddings(self, graph: PortableGraph, scheme: Scheme) -> Cost:
         """Of the token embedding and lm_head: a tied one counts once."""
@@ -66,9 +67,16 @@ class CostTable:
         )
 
     def linears_seconds(self, groups: Sequence[LinearGroup], scheme: Scheme) -> dict[int, float]:
-        """By tokens of a step; nothing for a scheme that was not timed."""
-        taken = self.seconds[shape_of(groups[0])].get(scheme.fitted(groups[0].in_features).name, {})
-        return {tokens: len(groups) * seconds for tokens, seconds in taken.items()}
+        """By tokens of a step; nothing for a scheme that was not timed.
+
+        Experts take the time of a linear of their shape for each of them that a step reads.
+        """
+        group = groups[0]
+        taken = self.seconds[shape_of(group)].get(scheme.fitted(group.in_features).name, {})
+        if not group.experts:
+            return {tokens: len(groups) * seconds for tokens, seconds in taken.items()}
+        steps = {tokens: visited(group, tokens) for tokens in taken}
+        return {tokens: len(groups) * read * taken[each] for tokens, (read, each) in steps.items() if each in taken}
 
     def embeddings_seconds(self, graph: PortableGraph, scheme: Scheme) -> dict[int, float]:
         """By tokens of a step, as far as timed. Prefill computes one position of lm_head; a gather is free."""
@@ -86,6 +94,20 @@ def shape_of(group: LinearGroup) -> Shape:
     return (group.in_features, sum(group.out_features))
 
 
+def visited(group: LinearGroup, tokens: int) -> tuple[float, int]:
+    """How many experts a step of so many tokens reads, and the tokens of each, if all are chosen alike.
+
+    >>> group = LinearGroup(
+    ...     name="layers.0.experts_up", members=("up",), biases=(None,), in_features=64, out_features=(64,),
+    ...     experts=128, chosen=8,
+    ... )
+    >>> [(round(read, 1), each) for read, each in (visited(group, tokens) for tokens in (1, 32, 512))]
+    [(8.0, 1), (111.8, 2), (128.0, 32)]
+    """
+    read = group.experts * share_read(tokens, group.chosen, group.experts)
+    return read, round(tokens * group.chosen / read)
+
+
 def head_of(graph: PortableGraph) -> LinearGroup:
     return next(group for group in graph.groups if group.name == HEAD)
 
@@ -98,7 +120,7 @@ def schemes_by_shape(graph: PortableGraph, plan: Plan) -> dict[Shape, tuple[Sche
         if group.name == HEAD:
             wanted = embedding_schemes(plan.embeddings, group.in_features)
         elif written is None:
-            wanted = candidates_for(group.in_features)
+            wanted = candidates_of(group)
         else:
             wanted = (written[group.name].fitted(group.in_features),)
         found.setdefault(shape_of(group), {}).update(dict.fromkeys(wanted))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from quantization.calibration import gram_blocks
+from quantization.calibration import EXPERT_BLOCK_CHANNELS, gram_blocks
 from quantization.units import HEAD, Schemes, Unit, by_layer
 from tapeout import resources
 from tapeout.portable_graph import LinearGroup, PortableGraph
@@ -47,19 +47,20 @@ def simulation_needs(graph: PortableGraph, units: Sequence[Unit], tokens: int, p
     hidden states before each unit, and logits three times. ``plans``: the codes of all units lie on the disk, their
     scales in memory.
     """
-    held = max(
-        sum(5 * _weights([group]) + 12 * _gram_elements(group) for group in unit.groups)
-        + 2 * max(map(search_bytes, unit.groups))
-        for unit in units
-    )
+    held = max(sum(map(_prepared_bytes, unit.groups)) + 2 * max(map(search_bytes, unit.groups)) for unit in units)
     embedding = 14 * graph.vocab_size * graph.hidden_size  # in its search; measured at 263 million weights
     linears = [group for group in graph.groups if group.name != HEAD]
-    widest = max(sum(group.out_features) + group.in_features for group in linears)
+    widest = max(max(1, group.chosen) * (sum(group.out_features) + group.in_features) for group in linears)
     activations = 4 * tokens * (3 * widest + graph.hidden_size * len(units))
     codes = _weights(linears) if plans else 0
     scales = codes // 8  # four bytes for a group of 32, the smallest
     logits = 12 * positions * graph.vocab_size
     return Needs(codes, TORCH_BYTES + max(held, embedding) + activations + scales + logits)
+
+
+def _prepared_bytes(group: LinearGroup) -> int:
+    """Of a group while its schemes are tried. Experts are read one by one; their codes, scales and floats are held."""
+    return 7 * group.weights if group.experts else 5 * group.weights + 12 * _gram_elements(group)
 
 
 def decoded_bytes() -> int:
@@ -82,12 +83,19 @@ def reference_needs(model: Any) -> Needs:
 
 
 def search_bytes(group: LinearGroup) -> int:
-    """About what the search for a group takes: Gram matrices and factors in float32 and float64, and the weights."""
+    """About what the search for a group takes: Gram matrices and factors in float32 and float64, and the weights.
+
+    Experts are searched for one by one; their codes and scales are kept.
+    """
     weights = 0 if group.name == HEAD else 16 * _weights([group])
-    return 28 * _gram_elements(group) + weights
+    one = 28 * _gram_elements(group) + weights
+    return one // group.experts + 2 * _weights([group]) if group.experts else one
 
 
 def _gram_elements(group: LinearGroup) -> int:
+    """Of all experts, where it has some."""
+    if group.experts:
+        return group.experts * group.in_features**2 // gram_blocks(group.in_features, EXPERT_BLOCK_CHANNELS)
     return group.in_features**2 // gram_blocks(group.in_features)
 
 
@@ -96,4 +104,4 @@ def _all(graph: PortableGraph) -> int:
 
 
 def _weights(groups: Iterable[LinearGroup]) -> int:
-    return sum(group.in_features * sum(group.out_features) for group in groups)
+    return sum(group.weights for group in groups)

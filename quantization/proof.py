@@ -6,6 +6,9 @@ failed calibration, one code everywhere, NaN. Every such reason is listed; none 
 Sound models hold weights that look the same: groups of zeros have a scale of one and one code, constant groups have one
 code, and scales of very small or very large weights need float32. So the inventory looks at the source's weights, too.
 Input scales and what producers take of them are positive and differ by channel: they keep zeros and signs.
+
+Each expert of a mixture is judged by itself. No input scale stands between it and its source, so its weights must be
+those of the source but for rounding, and its scales must fit the ranges of its own weights best.
 """
 
 from __future__ import annotations
@@ -28,17 +31,24 @@ BITS_TOLERANCE = 1.05  # stored bits over planned ones: shapes
 SCALE_BITS = 16  # that float32 scales have more than the float16 ones of a plan
 LARGEST_LOST = 0.01  # share of a parameter's groups: GPTQ may give a stray one a single code
 _HELD = np.float32(1e-28)  # a group of smaller weights may be decoded to zero, whatever the input scale
+_NO_SIZE = 1e-300  # of a weight, squared
 _SPREAD = 4  # largest weight of a group over its smallest, from where on one code does not do for both
 _OUTPUTS_AT_ONCE = 1024
+LARGEST_DISTANCE = 0.5  # squared, of an expert from its source, in its own size; 4 bits have about 0.01, another's 2
+# Of the squared distance between logarithms of scales and of ranges: another expert's must be smaller by that to be
+# found, and both are means over at least so many groups.
+_NEARER, _FEWEST_GROUPS = 0.7, 64
 
 
 class TensorInventory(Frozen):
-    """One parameter as it lies in the file; ``bits`` is 32 for a float one, which has no scales and no codes.
+    """One parameter as it lies in the file, or one expert of it; ``bits`` is 32 for a float one, which has no scales
+    and no codes.
 
-    The last three count groups, of those whose weights in the source are not all zero.
+    ``held``, ``scales_one`` and ``lost`` count groups, of those whose weights in the source are not all zero.
     """
 
     name: str
+    expert: int | None = None
     weights: int
     columns: int  # input channels
     stored_bytes: int
@@ -52,6 +62,12 @@ class TensorInventory(Frozen):
     held: int = 0
     scales_one: int = 0  # scales of one, where the weights ask for another
     lost: int = 0  # decoded to zero, or one code for weights that differ
+    distance: float = 0.0  # of experts: squared, from the source, relative to its size
+    scales_of: int | None = None  # of experts: the one whose weights the scales fit, where that is another
+
+    @property
+    def label(self) -> str:
+        return self.name if self.expert is None else f"{self.name}, expert {self.expert},"
 
 
 class QuantizationProof(Frozen):
@@ -70,27 +86,66 @@ class QuantizationProof(Frozen):
         return not self.reasons
 
 
-def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatArray]) -> TensorInventory:
-    """Read one parameter back from the file. ``source``: its weight ``[N, K]`` before it was quantized."""
+def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatArray]) -> list[TensorInventory]:
+    """Read one parameter back from the file; each expert by itself where it holds some.
+
+    ``source``: its weight ``[..., N, K]`` before it was quantized.
+    """
     if not checkpoint.is_quantized(name):
         shape = checkpoint.shape(name)
-        return TensorInventory(
-            name=name,
-            weights=math.prod(shape),
-            columns=shape[-1] if shape else 1,
-            stored_bytes=checkpoint.stored_bytes(name),
-            bits=32,
-            format="float",
-        )
+        return [
+            TensorInventory(
+                name=name,
+                weights=math.prod(shape),
+                columns=shape[-1] if shape else 1,
+                stored_bytes=checkpoint.stored_bytes(name),
+                bits=32,
+                format="float",
+            )
+        ]
     linear = checkpoint.linear(name)
     assert isinstance(linear, QuantizedWeight)
-    scales = linear.scales
-    counts = np.zeros(3, np.int64)
-    weight = source()
+    weight, size = source(), checkpoint.stored_bytes(name)
     if weight.shape != linear.codes.shape:
         raise QuantizationError(
             f"{name} is stored as {list(linear.codes.shape)}", expected=f"{list(weight.shape)}, as in the source"
         )
+    if weight.ndim == 2:
+        return [_count(name, linear, weight, size)]
+    experts, owners = len(weight), _owners(linear, weight)
+    found: list[TensorInventory] = []
+    for expert, owner in enumerate(owners):
+        part, own = linear.part(expert), weight[expert]
+        counted = _count(name, part, own, size * (expert + 1) // experts - size * expert // experts)
+        error = np.square(part.dequantize() - own, dtype=np.float64).sum()
+        distance = float(error / max(np.square(own, dtype=np.float64).sum(), _NO_SIZE))
+        other = None if owner == expert else owner
+        found.append(counted.model_copy(update={"expert": expert, "distance": distance, "scales_of": other}))
+    return found
+
+
+def _owners(linear: QuantizedWeight, weight: FloatArray) -> list[int]:
+    """By expert, the one whose weights its scales fit: another only where it is clearly that one."""
+    wanted = [np.abs(fit_range(part, linear.scheme).scales).reshape(-1) for part in weight]
+    stored, ranges = (
+        np.log(np.maximum(scales.reshape(len(weight), -1), np.finfo(np.float32).tiny)).astype(np.float64)
+        for scales in (np.abs(linear.scales), np.stack(wanted))
+    )
+    # A range that is narrowed everywhere alike says nothing of whose it is.
+    stored, ranges = (logs - logs.mean(axis=1, keepdims=True) for logs in (stored, ranges))
+    squares = (stored**2).sum(1)[:, None] + (ranges**2).sum(1) - 2 * stored @ ranges.T
+    owners = [int(row.argmin()) for row in squares]
+    few = stored.shape[1] < _FEWEST_GROUPS
+    return [
+        expert if few or not squares[expert, owner] < _NEARER * squares[expert, expert] else owner
+        for expert, owner in enumerate(owners)
+    ]
+
+
+def _count(name: str, linear: QuantizedWeight, weight: FloatArray, stored_bytes: int) -> TensorInventory:
+    """Of a weight ``[N, K]``."""
+    scales = linear.scales
+    counts = np.zeros(3, np.int64)
     for start in range(0, len(weight), _OUTPUTS_AT_ONCE):
         counts += _count_groups(linear, weight, slice(start, start + _OUTPUTS_AT_ONCE))
     held, ones, lost = map(int, counts)
@@ -98,7 +153,7 @@ def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatA
         name=name,
         weights=linear.codes.size,
         columns=linear.codes.shape[1],
-        stored_bytes=checkpoint.stored_bytes(name),
+        stored_bytes=stored_bytes,
         bits=linear.scheme.bits,
         format=linear.scheme.format,
         scales=scales.size,
@@ -139,31 +194,23 @@ def prove(
     >>> prove([float_only], {"w": Scheme(bits=4, symmetric=True)}).reasons[0]
     'w was planned as 4-bit g32 but is stored in float'
     """
-    by_name = {entry.name: entry for entry in inventory}
+    by_name: dict[str, list[TensorInventory]] = {}
+    for entry in inventory:
+        by_name.setdefault(entry.name, []).append(entry)
     reasons: list[str] = []
     if not planned:
         reasons.append("no tensor was planned to be quantized")
     for name, scheme in planned.items():
-        entry = by_name.get(name)
-        if entry is None:
+        if name not in by_name:
             reasons.append(f"{name} was planned as {scheme.name} but is not stored")
-        elif entry.bits != scheme.bits:
-            stored = "in float" if entry.bits == 32 else f"in {entry.bits} bits"
-            reasons.append(f"{name} was planned as {scheme.name} but is stored {stored}")
-        elif (entry.input_scale is not None) != (scheme.activations == "int8"):
-            found = "without" if entry.input_scale is None else "with"
-            reasons.append(f"{name} was planned as {scheme.name} but is stored {found} an input scale")
-        elif entry.format != scheme.format:
-            reasons.append(f"{name} was planned as {scheme.format} but is stored as {entry.format}")
-        else:
-            reasons.extend(f"{name} {problem}" for problem in _problems(entry))
+        reasons.extend(reason for entry in by_name.get(name, ()) for reason in _reasons(entry, scheme))
     reasons.extend(
         f"{entry.name} is stored in {entry.bits} bits but was not planned to be"
         for entry in inventory
         if entry.bits != 32 and entry.name not in planned
     )
 
-    chosen = [by_name[name] for name in planned if name in by_name]
+    chosen = [entry for name in planned for entry in by_name.get(name, ())]
     weights = sum(entry.weights for entry in chosen)
     bits = 8 * sum(entry.stored_bytes for entry in chosen) / weights if weights else 32.0
 
@@ -180,7 +227,7 @@ def prove(
     if size_ratio >= 1:
         reasons.append(f"the checkpoint is {size_ratio:.2f} times the size of the source in bfloat16")
     return QuantizationProof(
-        quantized_tensors=sum(entry.bits != 32 for entry in inventory),
+        quantized_tensors=len({entry.name for entry in inventory if entry.bits != 32}),
         planned_tensors=len(planned),
         bits_per_weight=bits,
         planned_bits_per_weight=planned_bits,
@@ -188,6 +235,18 @@ def prove(
         size_ratio=size_ratio,
         reasons=tuple(reasons),
     )
+
+
+def _reasons(entry: TensorInventory, scheme: Scheme) -> list[str]:
+    if entry.bits != scheme.bits:
+        stored = "in float" if entry.bits == 32 else f"in {entry.bits} bits"
+        return [f"{entry.label} was planned as {scheme.name} but is stored {stored}"]
+    if (entry.input_scale is not None) != (scheme.activations == "int8"):
+        found = "without" if entry.input_scale is None else "with"
+        return [f"{entry.label} was planned as {scheme.name} but is stored {found} an input scale"]
+    if entry.format != scheme.format:
+        return [f"{entry.label} was planned as {scheme.format} but is stored as {entry.format}"]
+    return [f"{entry.label} {problem}" for problem in _problems(entry)]
 
 
 def _problems(entry: TensorInventory) -> list[str]:
@@ -202,4 +261,8 @@ def _problems(entry: TensorInventory) -> list[str]:
         problems.append(f"has an input scale of {entry.input_scale}")
     if entry.lost > LARGEST_LOST * entry.held:
         problems.append(f"holds one code, or zeros, in {entry.lost} of {entry.held} groups whose weights differ")
+    if not entry.distance <= LARGEST_DISTANCE:
+        problems.append(f"holds weights that are {entry.distance:.0%} off its source, in squares")
+    if entry.scales_of is not None:
+        problems.append(f"has scales that fit the weights of expert {entry.scales_of}")
     return problems

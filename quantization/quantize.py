@@ -4,7 +4,9 @@ Layers are quantized side by side, in as much memory as SEARCH_BYTES says. Each 
 interrupted run goes on where it was.
 
 For each group of linears that share an input, the methods of ``quantize.candidates`` are compared by output error on
-held-out calibration samples (search.py). RTN is always among them, so that no method is kept that does harm.
+held-out calibration samples (search.py). RTN is always among them, so that no method is kept that does harm. Experts of
+a mixture are searched for one by one, on the tokens that chose each. Their inputs get no scale: the norm before them
+feeds the router, too, and an expert's own gate has no place for one that all its scheme shares.
 
 A scale ``s`` on a linear's input is undone by its producer. Where the producer is a quantized linear, its outputs are
 divided by ``s`` after rounding: that divides their group scales and leaves the codes alone, so the order in which
@@ -14,9 +16,11 @@ groups are treated does not matter.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -65,7 +69,7 @@ from tapeout.errors import QuantizationError
 from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.progress import ProgressBar
-from tapeout.quantized import QuantizedWeight, format_of
+from tapeout.quantized import QuantizedWeight, format_of, stacked
 from tapeout.recipe import KVCache, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
@@ -145,7 +149,9 @@ def quantize(
 
         result = open_checkpoint(draft.folder)
         inventory = [
-            count_tensors(result, name, partial(_source_weight, graph.record, source, name)) for name in result.names()
+            tensor
+            for name in result.names()
+            for tensor in count_tensors(result, name, partial(_source_weight, graph.record, source, name))
         ]
         linears, embeddings = map(quantized_ones, stored_schemes(graph.record, stored))
         kept = embeddings_of(graph.record)  # of tied parameters one lies in the file
@@ -157,6 +163,8 @@ def quantize(
                 expected="every planned tensor quantized, with fitted, finite scales",
                 remedy="compare plan.schemes with the units that `tapeout inspect artifacts/graph` lists",
             )
+        visited = (layer.note(calibration.record.asked.min_visits) for layer in calibration.record.visits)
+        notes += filter(None, visited)
         for note in notes:
             Console().print(f"note: {note}")
         record = QuantizedModel(
@@ -278,6 +286,9 @@ class _Job:
     def _group(self, group: LinearGroup, result: LayerResult) -> InputScale:
         """Add the group's linears to ``result``; returns the scale on their input."""
         scheme = self.stored[group.name]
+        if group.experts and scheme != FLOAT:
+            self._experts(group, scheme, result)
+            return identity(group.in_features)
         weights = [out_by_in(self.source.tensor(name), group) for name in group.members]
         found = None
         if scheme == FLOAT:
@@ -294,6 +305,19 @@ class _Job:
         for at, (name, weight) in enumerate(zip(group.members, weights, strict=True)):
             result.reports.append(_report(name, group.name, weight, scheme, found, at))
         return identity(group.in_features) if found is None else found.scale
+
+    def _experts(self, group: LinearGroup, scheme: Scheme, result: LayerResult) -> None:
+        """Add the group's one weight to ``result``."""
+        name = group.members[0]
+        found: list[SearchResult] = []
+        for expert in range(group.experts):
+            weight = out_by_in(self.source.part(name, expert), group)
+            found.append(search([weight], scheme, read_statistics(self.calibration, group, expert), self.settings))
+        result.tensors[name] = stacked([one.members[0].linear for one in found])
+        result.reports.append(_experts_report(group, scheme, found, self._visits(group)))
+
+    def _visits(self, group: LinearGroup) -> tuple[int, ...]:
+        return next(layer.fit for layer in self.calibration.record.visits if group.name in layer.groups)
 
     def embedding(self, name: str, pool: ThreadPoolExecutor) -> LayerResult:
         """The embedding or lm_head."""
@@ -324,7 +348,7 @@ def _fold(result: LayerResult, source: Checkpoint, scale: FloatArray, fold_targe
 
 
 def _source_weight(graph: PortableGraph, source: Checkpoint, name: str) -> FloatArray:
-    """``[N, K]``."""
+    """``[..., N, K]``."""
     group = next((group for group in graph.groups if name in group.members and group.name != HEAD), None)
     weight = source.tensor(name)
     return weight if group is None else out_by_in(weight, group)
@@ -337,13 +361,34 @@ def _report(
     return LinearReport(
         name=name,
         group=group,
-        out_features=weight.shape[0],
-        in_features=weight.shape[1],
+        out_features=weight.shape[-2],
+        in_features=weight.shape[-1],
+        experts=math.prod(weight.shape[:-2]) if weight.ndim > 2 else 0,
         scheme=scheme,
         method="float" if found is None else found.members[member].method,
         input_scale="identity" if found is None else found.scale.label,
         error_rtn=0.0 if found is None else found.errors_rtn[member],
         error=0.0 if found is None else found.members[member].error,
+    )
+
+
+def _experts_report(
+    group: LinearGroup, scheme: Scheme, found: list[SearchResult], visits: Sequence[int]
+) -> LinearReport:
+    """Errors are means over the experts, weighted by their visits; the method is that of most of them."""
+    methods = Counter(one.members[0].method for one in found)
+    share = np.array(visits, np.float64) / sum(visits)
+    return LinearReport(
+        name=group.members[0],
+        group=group.name,
+        out_features=group.out_features[0],
+        in_features=group.in_features,
+        experts=group.experts,
+        scheme=scheme,
+        method=methods.most_common(1)[0][0],
+        input_scale="identity",
+        error_rtn=float(share @ [one.errors_rtn[0] for one in found]),
+        error=float(share @ [one.members[0].error for one in found]),
     )
 
 

@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from quantization.calibration import Calibration
-from quantization.compressed_tensors import open_checkpoint
+from quantization.compressed_tensors import Checkpoint, open_checkpoint
 from quantization.input_scale import identity
 from quantization.kv_cache import BITS, scale_name
 from quantization.methods import awq, gptq, smoothquant
@@ -34,7 +34,7 @@ from tapeout.artifact import Artifact
 from tapeout.number_format import FloatArray
 from tapeout.operators.operator import StateChange
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
-from tapeout.quantized import QuantizedWeight, fit_range, round_to_nearest
+from tapeout.quantized import QuantizedWeight, fit_range, round_to_nearest, stacked
 from tapeout.recipe import KVCache, Quantize
 from tapeout.schemes import FLOAT, Scheme
 
@@ -76,6 +76,26 @@ class Prepared:
         return Simulated(tuple(restored(linears, self.factors)), problem.scale)
 
 
+@dataclass(frozen=True)
+class PreparedExperts:
+    """A group of experts. They are read one by one whenever they are rounded: a layer's may be gigabytes."""
+
+    group: LinearGroup
+    source: Checkpoint
+    calibration: Artifact[Calibration]
+    candidates: Collection[str]
+
+    def rounded(self, scheme: Scheme) -> Simulated:
+        """Not for a scheme that leaves the group in float."""
+        found = (self._expert(expert).rounded(scheme).linears[0] for expert in range(self.group.experts))
+        return Simulated((stacked(list(found)),), identity(self.group.in_features))
+
+    def _expert(self, expert: int) -> Prepared:
+        weight = out_by_in(self.source.part(self.group.members[0], expert), self.group)
+        statistics = read_statistics(self.calibration, self.group, expert)
+        return Prepared((weight,), (None,), statistics, None, self.candidates)
+
+
 class QuickRounding:
     """Reads groups of a float checkpoint and rounds them, several at once."""
 
@@ -83,12 +103,12 @@ class QuickRounding:
         self._graph, self._calibration, self._settings = graph, calibration, settings
         self._source = open_checkpoint(graph.folder)
 
-    def prepare(self, groups: Sequence[LinearGroup]) -> dict[str, Prepared]:
+    def prepare(self, groups: Sequence[LinearGroup]) -> dict[str, Prepared | PreparedExperts]:
         """By the group's name."""
         with _together() as run:
             return dict(zip((group.name for group in groups), run(self._prepare, groups), strict=True))
 
-    def rounded(self, prepared: Mapping[str, Prepared], scheme: Scheme) -> dict[str, Simulated]:
+    def rounded(self, prepared: Mapping[str, Prepared | PreparedExperts], scheme: Scheme) -> dict[str, Simulated]:
         """By the group's name; for any scheme but float."""
         with _together() as run:
             return dict(zip(prepared, run(lambda group: group.rounded(scheme), prepared.values()), strict=True))
@@ -118,7 +138,9 @@ class QuickRounding:
 
         return rounded
 
-    def _prepare(self, group: LinearGroup) -> Prepared:
+    def _prepare(self, group: LinearGroup) -> Prepared | PreparedExperts:
+        if group.experts:
+            return PreparedExperts(group, self._source, self._calibration, self._settings.candidates)
         weights = [out_by_in(self._source.tensor(name), group) for name in group.members]
         statistics = read_statistics(self._calibration, group)
         factors = row_factors(weights, group, statistics)

@@ -5,8 +5,8 @@ attention, as do the inputs of linears that have an input scale. As an option th
 are rounded per row and block, as ONNX Runtime's MatMulNBits does it at ``accuracy_level`` 4. An engine that agrees with
 this model was lowered correctly, whatever quantization itself cost.
 
-Linears beyond ``decoded_bytes()`` are decoded at each call, so that the model need not fit the memory. The embedding is
-held.
+Linears and experts beyond ``decoded_bytes()`` are decoded at each call, so that the model need not fit the memory. The
+embedding is held.
 The checkpoint is decoded by this package's reader and not by transformers, which cannot load packed zero points
 (compressed_tensors.py); the modules and their attention are transformers' own.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ from tapeout.errors import QuantizationError
 from tapeout.mapped_model import empty_model, fill
 from tapeout.mapped_weights import weight_at_call
 from tapeout.operators import state_changed, state_left
+from tapeout.operators.experts import DOWN_INPUT, UP_INPUT
+from tapeout.operators.experts.in_torch import calls_interface, experts_changed
 from tapeout.quantized import QuantizedWeight
 from tapeout.resources import require
 
@@ -47,12 +50,14 @@ class QuantizedReference:
     """``reference(tokens)`` gives float32 logits ``[S, V]`` of one document.
 
     ``folder`` is what the quantize stage wrote; keys and values stay in float where it has no ``kv_scales``.
-    ``int8_activations`` rounds the inputs of every quantized linear without an input scale per row and per group of its
-    weights. Linears with one always round to their static grid: that is part of the checkpoint, not of a kernel.
+    ``int8_activations`` rounds the inputs of quantized experts, and of every quantized linear without an input scale,
+    per row and per group of their weights. Linears with an input scale always round to their static grid: that is part
+    of the checkpoint, not of a kernel.
     """
 
     def __init__(self, folder: Path, *, int8_activations: bool = False) -> None:
-        self.model, linears = _load(folder)
+        self.model, linears, experts = _load(folder)
+        self._experts = experts if int8_activations else {}
         stored = KVScales.read(folder)
         self.kv_scales = {name: torch.from_numpy(scale) for name, scale in stored.scales.items()}
         self.kv_bits = stored.bits
@@ -62,7 +67,8 @@ class QuantizedReference:
                 module.register_forward_pre_hook(input_hook(grid))
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
-        with torch.inference_mode(), state_changed(self.model, self._round_state):
+        rounded = experts_changed(self.model, self._round_inputs) if self._experts else nullcontext()
+        with torch.inference_mode(), state_changed(self.model, self._round_state), rounded:
             logits: Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits
         return logits[0].numpy()
 
@@ -80,14 +86,16 @@ class QuantizedReference:
         the next one starts from the given values again. So a rounding that falls the other way after a different order
         of summation stays where it happened. Left to run freely such flips multiply: on the default model a relative
         change of 1e-6 in the embeddings alone moves the logits of the int8 model by a KL of 0.005
-        (docs/negative-results.md).
+        (docs/negative-results.md). The experts of a layer are one linear here, by the name of their down projection:
+        what they add up to for each token is exchanged, so that both sides' routers read the same.
         """
         names = {id(p): n for n, p in self.model.named_parameters(remove_duplicate=False)}
         errors: dict[str, tuple[float, float]] = {}
         handles: list[Any] = []
         for module in self.model.modules():
-            name = names.get(id(getattr(module, "weight", None)), "")
-            if name in outputs and isinstance(module, torch.nn.Linear | Conv1D):
+            experts = calls_interface(module)
+            name = names.get(id(getattr(module, "down_proj" if experts else "weight", None)), "")
+            if name in outputs and (experts or isinstance(module, torch.nn.Linear | Conv1D)):
                 handles.append(module.register_forward_hook(_exchange(name, outputs[name], errors)))
         self._states = {}
         try:
@@ -113,6 +121,12 @@ class QuantizedReference:
 
     def _keep(self, name: str, left: Tensor) -> None:
         self._states.setdefault(name, []).append(left[0].float().numpy().copy())
+
+    def _round_inputs(
+        self, module: torch.nn.Module, number: int, _expert: int, inputs: Tensor, _weight: Tensor
+    ) -> Tensor:
+        grid = self._experts.get((module, number))
+        return inputs if grid is None else grid(inputs)
 
     def _round_state(self, layer: int, part: str, kept: Tensor) -> Tensor:
         if not self.kv_scales:
@@ -169,8 +183,15 @@ class InputGrid:
 
 
 def _stored_in_out(model: Any) -> set[str]:
-    """Weights of gpt2's linears, which are ``[in, out]``; in codes they are ``[out, in]`` like all others."""
-    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    """Weights of gpt2's linears and of gpt-oss's experts, which are ``[in, out]``; in codes they are ``[out, in]``."""
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    experts = {
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        if calls_interface(module) and module.is_transposed
+        for parameter, _ in module.named_parameters(recurse=False)
+    }
+    return linears | experts
 
 
 def input_hook(rounding: Callable[[Tensor], Tensor]) -> Any:
@@ -192,8 +213,11 @@ def _exchange(name: str, value: FloatArray, errors: dict[str, tuple[float, float
     return hook
 
 
-def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
-    """The model with float32 weights, and its quantized linears with how their inputs are rounded."""
+ExpertGrids = dict[tuple[torch.nn.Module, int], InputGrid]  # by module and number of a projection among its inputs
+
+
+def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]], ExpertGrids]:
+    """The model with float32 weights; its quantized linears, and experts, with how their inputs are rounded."""
     model = empty_model(folder)
     require("the quantized model in torch", reference_needs(model), folder)
     checkpoint = open_checkpoint(folder)
@@ -210,8 +234,8 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
         shape = stored.codes.shape if isinstance(stored, QuantizedWeight) else stored.shape
         if isinstance(stored, QuantizedWeight):
             grids[name] = InputGrid.of(stored)
-            shape = shape[::-1] if name in transposed else shape
-        size = 4 * math.prod(shape) if name in linear - kept else 0
+            shape = (*shape[:-2], shape[-1], shape[-2]) if name in transposed else shape
+        size = 4 * math.prod(shape) if name in linear - kept or len(shape) == 3 else 0
         if size <= free:
             free -= size
             weights[name] = _decoded(stored, name in transposed)
@@ -221,13 +245,17 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]]]:
     fill(model, weights)
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # a tied one once, by its first name
     linears: list[tuple[torch.nn.Module, InputGrid]] = []
+    experts: ExpertGrids = {}
     for module in model.modules():
-        name = names.get(id(getattr(module, "weight", None)))
-        if name in late:
-            weight_at_call(module, late[name])
-        if name in grids and not isinstance(module, torch.nn.Embedding):
-            linears.append((module, grids[name]))
-    return model, linears
+        for part, parameter in module.named_parameters(recurse=False):
+            name = names[id(parameter)]
+            if name in late:
+                weight_at_call(module, late[name], part)
+            if name in grids and calls_interface(module):
+                experts[module, DOWN_INPUT if part == "down_proj" else UP_INPUT] = grids[name]
+            elif name in grids and not isinstance(module, torch.nn.Embedding):
+                linears.append((module, grids[name]))
+    return model, linears, experts
 
 
 def _read(checkpoint: Checkpoint, name: str, transposed: bool) -> Tensor:
@@ -239,4 +267,4 @@ def _decoded(stored: QuantizedWeight | FloatArray, transposed: bool) -> Tensor:
     if not isinstance(stored, QuantizedWeight):
         return torch.from_numpy(np.array(stored, np.float32))
     weight = torch.from_numpy(stored.dequantize())
-    return weight.T if transposed else weight
+    return weight.swapaxes(-1, -2) if transposed else weight

@@ -1,9 +1,9 @@
 """The float model with chosen linears computed as their schemes say: what a scheme costs in quality, measured.
 
-Stock modules take decoded weights during their calls, inputs are rounded in front of them, keys and values on their way
-into attention. What lies before the first changed layer is not computed again: its result is kept from the float run.
-The float weights stay in their files, and all samples go through the model together, so that a weight is converted or
-decoded once.
+Stock modules take decoded weights during their calls, inputs of linears are rounded in front of them, keys and values
+on their way into attention. Experts read their inputs in float. What lies before the first changed layer is not
+computed again: its result is kept from the float run. The float weights stay in their files, and all samples go through
+the model together, so that a weight is converted or decoded once.
 
 S  positions that are compared, of all samples      V  vocabulary size      N, K  output and input channels
 """
@@ -44,7 +44,7 @@ class Simulated:
     scale: InputScale
 
     def weight(self, number: int) -> Tensor:
-        """Of a member, decoded: ``[N, K]``."""
+        """Of a member, decoded: ``[..., N, K]``."""
         decoded = self.linears[number].dequantize()
         return torch.from_numpy(decoded if self.scale.is_identity else decoded / self.scale.values)
 
@@ -71,9 +71,10 @@ class Simulation:
         self._model: Any = open_model(graph.folder)
         self._head: Any = self._model.get_output_embeddings()
         self._layers = decoder_layers(self._model)
-        self._modules = {group.name: self._modules_of(group) for group in graph.record.groups}
+        self._parameters = {group.name: self._parameters_of(group) for group in graph.record.groups}
         self._transposed = {group.name for group in graph.record.groups if group.transposed}
-        self._modules[EMBEDDING] = [self._model.get_input_embeddings()]
+        self._experts = {group.name for group in graph.record.groups if group.experts}
+        self._parameters[EMBEDDING] = [(self._model.get_input_embeddings(), "weight")]
         self._before: dict[int, Any] = {}  # by start: what the layer before it returned
         self._float = self._float_run(starts)
 
@@ -124,9 +125,9 @@ class Simulation:
     def _exchanged(self, changed: Mapping[str, Simulated]) -> Generator[None]:
         with ExitStack() as stack:
             for name, group in changed.items():
-                for number, module in enumerate(self._modules[name]):
-                    hooks = [*weight_at_call(module, partial(self._weight, name, group, number))]
-                    if name != EMBEDDING:
+                for number, (module, parameter) in enumerate(self._parameters[name]):
+                    hooks = [*weight_at_call(module, partial(self._weight, name, group, number), parameter)]
+                    if name != EMBEDDING and name not in self._experts:
                         hooks.append(module.register_forward_pre_hook(input_hook(group.round_inputs)))
                     for hook in hooks:
                         stack.callback(hook.remove)
@@ -134,13 +135,14 @@ class Simulation:
 
     def _weight(self, name: str, group: Simulated, number: int) -> Tensor:
         weight = group.weight(number)
-        return weight.T if name in self._transposed else weight
+        return weight.swapaxes(-1, -2) if name in self._transposed else weight
 
-    def _modules_of(self, group: LinearGroup) -> list[Any]:
-        """A tied head goes by its embedding's name, so it is asked for."""
+    def _parameters_of(self, group: LinearGroup) -> list[tuple[Any, str]]:
+        """Modules and names of their parameters. A tied head goes by its embedding's name, so it is asked for."""
         if group.name == HEAD:
-            return [self._head]
-        return [self._model.get_submodule(name.removesuffix(".weight")) for name in group.members]
+            return [(self._head, "weight")]
+        names = (name.rpartition(".") for name in group.members)
+        return [(self._model.get_submodule(module), parameter) for module, _, parameter in names]
 
 
 @dataclass(frozen=True)

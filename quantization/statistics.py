@@ -100,12 +100,16 @@ def _unpack_block(packed: NDArray[np.int16], power: FloatArray) -> FloatArray:
     return gram
 
 
-def read_statistics(calibration: Artifact[Calibration], group: LinearGroup) -> Statistics:
-    """:class:`QuantizationError` for statistics of another width, and for values that are not finite."""
+def read_statistics(calibration: Artifact[Calibration], group: LinearGroup, expert: int | None = None) -> Statistics:
+    """``expert``: of a group of experts, whose inputs are its own.
+
+    :class:`QuantizationError` for statistics of another width, and for values that are not finite.
+    """
     with safe_open(calibration.folder / statistics_file(group.name), framework="numpy") as file:
 
         def read(part: str) -> Array:
-            return file.get_tensor(f"{group.name}.{part}")
+            name = f"{group.name}.{part}"
+            return file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
 
         vectors = {part: read(part) for part in ("gram_power", "gram_holdout_power", "mean_abs", "max_abs")}
         wrong = [part for part, vector in vectors.items() if vector.shape != (group.in_features,)]

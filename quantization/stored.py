@@ -3,13 +3,14 @@
 A type that is read as another, or a scale that is spread over other weights, gives a model that is wrong and that both
 sides of every later comparison share. So a checkpoint is refused where a tensor is missing, left over, or does not fit.
 
-Shapes: N output channels and K input channels of a weight. What else a dimension may be is in ``DIMENSIONS``.
+Shapes: N output channels and K input channels of a weight. What else a dimension may be is in ``DIMENSIONS``. Codes in
+words or bytes, and their scales, may have the experts of a mixture in front.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from tapeout.errors import QuantizationError
@@ -43,7 +44,8 @@ DIMENSIONS = {
     "N/r": "blocks of r output channels; the last may be smaller",
     "K/c": "blocks of c input channels; the last may be smaller",
 }
-FIXED = {"1": 1, "2": 2}
+FIXED = {"1": 1, "2": 2, "3": 3}
+EXPERTS = "experts"  # of a mixture: the first dimension of all parts but the shape
 SCALED: Mapping[Strategy, tuple[Dims, ...]] = {
     "tensor": ((), ("1",), ("1", "1")),
     "channel": (("N", "1"), ("N",)),
@@ -86,12 +88,12 @@ def _awq_size(parts: Parts) -> tuple[int, int]:
 
 
 def _halves_size(parts: Parts) -> tuple[int, int]:
-    rows, octets = parts["weight_packed"].shape
+    rows, octets = parts["weight_packed"].shape[-2:]
     return rows, 2 * octets
 
 
 def _packed_size(parts: Parts) -> tuple[int, int]:
-    rows, columns = (int(size) for size in parts["weight_shape"].read())
+    rows, columns = (int(size) for size in parts["weight_shape"].read()[-2:])
     return rows, columns
 
 
@@ -229,10 +231,19 @@ def quantized_modules(stored: Mapping[str, Stored]) -> Mapping[str, Parts]:
     return found
 
 
+def experts_of(parts: Parts) -> int:
+    """How many experts a stored weight holds, ``[experts, N, K]``; 0 for a linear ``[N, K]``."""
+    shape = parts["weight_packed"].shape if "weight_packed" in parts else ()
+    return shape[0] if len(shape) == 3 else 0
+
+
 def check(module: str, parts: Parts, declared: Declared) -> tuple[int, int]:
     """N and K. :class:`QuantizationError` for parts of a weight that are missing, left over, or do not fit."""
     layout = LAYOUTS[declared.layout]
     needed = [part for part in layout.parts if declared.needs(part)]
+    if experts := experts_of(parts):
+        needed = [_of_experts(part, declared) for part in needed]
+    known = {**FIXED, EXPERTS: experts}
     names = [part.name for part in needed]
     for name in names:
         if name not in parts:
@@ -250,11 +261,19 @@ def check(module: str, parts: Parts, declared: Declared) -> tuple[int, int]:
             )
     for part in needed:
         if parts[part.name].dtype not in declared.types(part):
-            raise _misfit(module, parts, part, declared, FIXED)
-    _require_shapes(module, parts, needed, declared, FIXED)
+            raise _misfit(module, parts, part, declared, known)
+    _require_shapes(module, parts, needed, declared, known)
     rows, columns = layout.size(parts)
-    _require_shapes(module, parts, needed, declared, _sizes(module, rows, columns, declared))
+    _require_shapes(module, parts, needed, declared, _sizes(module, rows, columns, declared) | known)
     return rows, columns
+
+
+def _of_experts(part: StoredPart, declared: Declared) -> StoredPart:
+    if part.name == "weight_shape":
+        return replace(part, shape=("3",))
+    if part.shape is None:  # experts have the form of a scale with most dimensions
+        return replace(part, shape=(EXPERTS, *max(SCALED[declared.strategy], key=len)))
+    return replace(part, shape=(EXPERTS, *part.shape))
 
 
 def _require_shapes(

@@ -12,6 +12,7 @@ from tapeout.errors import QuantizationError, RecipeError
 from tapeout.formats import formats
 from tapeout.number_format import FloatArray
 from tapeout.operators import operators
+from tapeout.operators.experts import UNITS
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.recipe import Cache, Embeddings, KVCache, Rule
 from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, FLOAT, SMALLEST_GROUP, Scheme
@@ -50,18 +51,21 @@ def kind_of(group: LinearGroup) -> str:
 
 def units_of(graph: PortableGraph, layers_per_group: int) -> tuple[Unit, ...]:
     """Every linear but the head, in units of at most ``band`` layers."""
-    found: dict[tuple[int, str, int, tuple[int, ...]], list[LinearGroup]] = {}
+    found: dict[tuple[int, str, tuple[int, ...]], list[LinearGroup]] = {}
     for group in graph.groups:
         if group.name != HEAD:
             layer = layer_of(group)
             key = (
                 -1 if layer is None else layer // layers_per_group,
                 kind_of(group),
-                group.in_features,
-                group.out_features,
+                _shape(group),
             )
             found.setdefault(key, []).append(group)
     return tuple(unit_of(run) for groups in found.values() for run in _runs(groups))
+
+
+def _shape(group: LinearGroup) -> tuple[int, ...]:
+    return (group.experts, group.in_features, *group.out_features)
 
 
 def unit_of(groups: Sequence[LinearGroup]) -> Unit:
@@ -84,10 +88,10 @@ def _runs(groups: Sequence[LinearGroup]) -> list[list[LinearGroup]]:
 
 def written_units(graph: PortableGraph, schemes: Mapping[str, Scheme]) -> tuple[Unit, ...]:
     """Every linear but the head, in units as large as a plan that is written out has them."""
-    found: dict[tuple[Scheme, str, int, tuple[int, ...]], list[LinearGroup]] = {}
+    found: dict[tuple[Scheme, str, tuple[int, ...]], list[LinearGroup]] = {}
     for group in graph.groups:
         if group.name != HEAD:
-            key = (schemes[group.name], kind_of(group), group.in_features, group.out_features)
+            key = (schemes[group.name], kind_of(group), _shape(group))
             found.setdefault(key, []).append(group)
     return tuple(unit_of(run) for groups in found.values() for run in _runs(groups))
 
@@ -98,14 +102,20 @@ def is_rate(group: str) -> bool:
 
 
 def schemes_for(unit: Unit) -> tuple[Scheme, ...]:
-    """What the planner may choose for a unit."""
-    return (FLOAT,) if is_rate(unit.name) else candidates_for(unit.columns)
+    """What the planner may choose for a unit, fitted to it."""
+    return (FLOAT,) if is_rate(unit.name) else candidates_of(unit.groups[0])
 
 
 def candidates_for(columns: int, candidate_schemes: Sequence[Scheme] = CANDIDATE_SCHEMES) -> tuple[Scheme, ...]:
     """The schemes of a menu that weights of ``columns`` inputs can have, fitted to them, each once."""
     fitting = [scheme for scheme in candidate_schemes if scheme.group_size is None or columns % SMALLEST_GROUP == 0]
     return tuple(dict.fromkeys(scheme.fitted(columns) for scheme in fitting))
+
+
+def candidates_of(group: LinearGroup) -> tuple[Scheme, ...]:
+    """The schemes that a group of linears or experts can have, fitted to it. Inputs of experts have no static grid."""
+    possible = [scheme for scheme in CANDIDATE_SCHEMES if scheme.activations == "float" or not group.experts]
+    return candidates_for(group.in_features, possible)
 
 
 def embedding_schemes(wanted: Embeddings, columns: int) -> tuple[Scheme, ...]:
@@ -126,9 +136,15 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
     Rates of a recurrence stay in float unless a rule names them, as ``layers.*.delta_rates`` does.
     """
 
-    def matching(name: str) -> Scheme:
+    def matching(name: str, experts: int) -> Scheme:
         for rule in rules:
             if _matches(rule, name):
+                if experts and rule.scheme.activations != "float":
+                    raise QuantizationError(
+                        f"rule {rule.match!r} of plan.schemes gives {name} {rule.scheme.name}",
+                        expected="codes in groups, or float: the inputs of experts have no static scale",
+                        remedy='add a rule that matches "layers.*.experts_*" before it',
+                    )
                 return rule.scheme
         if is_rate(name):
             return FLOAT
@@ -138,14 +154,15 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
             remedy='end the rules with one that matches "*"',
         )
 
-    names = [group.name for group in graph.groups if group.name != HEAD]
+    groups = {group.name: group for group in graph.groups if group.name != HEAD}
     units = {
         "gate_up",
         "down",
+        *UNITS.values(),
         *(unit for operator in operators().values() for unit in (operator.before, operator.after, operator.rates)),
     } - {""}
-    _require_used(rules, {*names, *(f"layers.{n}.{unit}" for n in range(graph.layers) for unit in units)})
-    return {name: matching(name) for name in names}
+    _require_used(rules, {*groups, *(f"layers.{n}.{unit}" for n in range(graph.layers) for unit in units)})
+    return {name: matching(name, group.experts) for name, group in groups.items()}
 
 
 def _matches(rule: Rule, name: str) -> bool:
@@ -188,8 +205,8 @@ def fitted_schemes(
 
 
 def out_by_in(weight: FloatArray, group: LinearGroup) -> FloatArray:
-    """A float weight, transposed where the source stores it ``[in, out]``."""
-    return np.ascontiguousarray(weight.T) if group.transposed else weight
+    """A float weight ``[..., out, in]``, transposed where the source stores it ``[..., in, out]``; or back again."""
+    return np.ascontiguousarray(weight.swapaxes(-1, -2)) if group.transposed else weight
 
 
 def fold_target_of(

@@ -2,7 +2,8 @@
 
 The dataflow decides, not a table of architectures: a linear whose output reaches an attention node is part of
 ``qkv``; one that reads an attention output is ``o`` (other operators have names of their own); one whose input comes
-from a single other group is ``down``, and that group is ``gate_up``. Only layer numbers come from parameter names.
+from a single other group is ``down``, and that group is ``gate_up``. The weights of experts are an operator's own, and
+groups by themselves. Only layer numbers come from parameter names.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import onnx_ir as ir
 from tapeout.errors import ExportError
 from tapeout.operators import operator_of
 from tapeout.operators.attention import is_attention
+from tapeout.operators.experts import UNITS, is_experts
 from tapeout.operators.operator import Operator
 from tapeout.portable_graph import FoldTarget, LinearGroup
 
@@ -91,9 +93,13 @@ def find_linears(graph: ir.Graph) -> list[Linear]:
 
 
 def find_quantizable(graph: ir.Graph, dependent: Dependent | None = None) -> list[Linear]:
-    """Linears but those that an operator reads in float, such as routers of experts."""
+    """Linears but those that an operator reads in float, such as routers of experts, and those of one output channel.
+
+    One channel is a gate of all others, such as that of shared experts: a few bytes, and an error of all that it gates.
+    """
     dependent = dependent or Dependent(graph)
-    read = [(linear, operator_of(_reached(linear.output, is_operator, dependent))) for linear in find_linears(graph)]
+    linears = [linear for linear in find_linears(graph) if linear.shape[0] > 1]
+    read = [(linear, operator_of(_reached(linear.output, is_operator, dependent))) for linear in linears]
     return [linear for linear, operator in read if operator is None or operator.before]
 
 
@@ -159,7 +165,7 @@ def _stride(node: ir.Node) -> int:
 
 
 def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, ...]:
-    """All linears that can be quantized, in groups (see :class:`LinearGroup`), in graph order.
+    """All linears and experts that can be quantized, in groups (see :class:`LinearGroup`), in graph order.
 
     ``aliases`` maps tied parameters to the name both are stored under, which is the one the graph carries.
     """
@@ -168,7 +174,8 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
     linears = find_quantizable(graph, dependent)
     by_output = {id(linear.output): linear for linear in linears}
     units = {id(linear): _unit(linear, by_output, graph, dependent) for linear in linears}
-    _require_own_weights(linears)
+    experts = list(experts_groups(graph))
+    _require_own_weights([linear.name for linear in linears] + [name for _, group in experts for name in group.members])
     _require_one_head([linear for linear in linears if units[id(linear)] == "lm_head"])
     # The group before a "down" is "gate_up": known only once the downs are.
     feeding = {
@@ -190,25 +197,65 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
             name = f"{name}.{_stem(linear.name)}"
             same = gathered.setdefault(name, [])
         same.append(linear)
-    return tuple(
-        LinearGroup(
-            name=name,
-            members=tuple(linear.name for linear in members),
-            biases=tuple(linear.bias.name if linear.bias is not None else None for linear in members),
-            in_features=members[0].shape[1],
-            out_features=tuple(linear.shape[0] for linear in members),
-            # a tied head's columns are the embedding's too, so no scale may be folded into them
-            fold_target=None if any(m.name in aliases.values() for m in members) else _fold_target(members, by_output),
-            transposed=members[0].transposed,
-            gated=rows if any(rows := tuple(_gated_rows(linear, dependent) for linear in members)) else (),
+    found = [
+        (
+            members[0].matmul,
+            LinearGroup(
+                name=name,
+                members=tuple(linear.name for linear in members),
+                biases=tuple(linear.bias.name if linear.bias is not None else None for linear in members),
+                in_features=members[0].shape[1],
+                out_features=tuple(linear.shape[0] for linear in members),
+                # a tied head's columns are the embedding's too, so no scale may be folded into them
+                fold_target=None
+                if any(m.name in aliases.values() for m in members)
+                else _fold_target(members, by_output),
+                transposed=members[0].transposed,
+                gated=rows if any(rows := tuple(_gated_rows(linear, dependent) for linear in members)) else (),
+            ),
         )
         for name, members in gathered.items()
-    )
+    ]
+    order = {id(node): number for number, node in enumerate(graph)}
+    return tuple(group for _, group in sorted([*found, *experts], key=lambda pair: order[id(pair[0])]))
 
 
-def _require_own_weights(linears: list[Linear]) -> None:
+def experts_groups(graph: ir.Graph) -> Iterator[tuple[ir.Node, LinearGroup]]:
+    """The projections of every node of experts, as far as they are parameters, stored as they are or transposed."""
+    names = Counter[str]()
+    for node in filter(is_experts, graph):
+        for number, unit in UNITS.items():
+            weight, bias = node.inputs[number], node.inputs[number + 2]
+            step = None if weight is None else weight.producer()
+            transposed = step is not None and step.op_type == "Transpose"
+            if transposed:
+                assert step is not None
+                weight = step.inputs[0]
+            if weight is None or not is_parameter(weight):
+                continue
+            experts, *sizes = (size(weight, axis) for axis in range(3))
+            outputs, inputs = reversed(sizes) if transposed else sizes
+            layer = re.search(r"\.(\d+)\.", weight.name or "")
+            name = f"layers.{layer.group(1)}.{unit}" if layer else unit
+            names[name] += 1
+            yield (
+                node,
+                LinearGroup(
+                    name=name if names[name] == 1 else f"{name}.{names[name]}",
+                    members=(weight.name or "",),
+                    biases=(bias.name if is_parameter(bias) and bias is not None else None,),
+                    in_features=inputs,
+                    out_features=(outputs,),
+                    transposed=transposed,
+                    experts=experts,
+                    chosen=size(node.inputs[1], 1),
+                ),
+            )
+
+
+def _require_own_weights(names: list[str]) -> None:
     """A weight has one input statistic and one scheme, so one linear may read it."""
-    for name, count in Counter(linear.name for linear in linears).items():
+    for name, count in Counter(names).items():
         if count > 1:
             raise ExportError(
                 f"{count} linears read {name}",

@@ -60,16 +60,18 @@ def widened(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     return _exchanged((parameter for parameter in parameters if parameter.dtype in HALF), Tensor.float)
 
 
-def weight_at_call(module: nn.Module, weight: Callable[[], Tensor]) -> tuple[RemovableHandle, RemovableHandle]:
+def weight_at_call(
+    module: nn.Module, weight: Callable[[], Tensor], parameter: str = "weight"
+) -> tuple[RemovableHandle, RemovableHandle]:
     """Let ``module`` compute with ``weight()``, which is held during its calls only. Returns the hooks that do it."""
     held: list[Tensor] = []
 
     def begin(module: Any, _: Any) -> None:
-        held.append(module.weight.data)
-        module.weight.data = weight()
+        held.append(getattr(module, parameter).data)
+        getattr(module, parameter).data = weight()
 
     def end(module: Any, *_: Any) -> None:
-        module.weight.data = held.pop()
+        getattr(module, parameter).data = held.pop()
 
     # Before the hooks of `compute_in_float32`, which then have nothing to convert.
     return (

@@ -38,11 +38,13 @@ class LinearGroup(Frozen):
 
     ``name``: ``layers.N.qkv`` and ``layers.N.o`` around attention, as other operators of ``tapeout/operators`` name
     theirs; ``layers.N.gate_up``, ``layers.N.down``, or ``layers.N.NAME`` for anything else; ``lm_head`` for the output
-    head.
+    head. ``layers.N.experts_up`` and ``layers.N.experts_down`` are the two projections of the experts of a mixture.
     ``members``: parameter names of the weights (each ``[out, in]``), in the order they are merged.
     ``transposed``: the float checkpoint stores them ``[in, out]``, as gpt2's does. Quantized ones are ``[out, in]``.
     ``gated``: of each member, how many rows of a query alternate with as many of a gate on what that query attends to;
     0 for any other. Empty: there is none.
+    ``experts``: how many the one member holds, ``[experts, out, in]``, of which ``chosen`` compute a token; 0: members
+    are linears.
     """
 
     name: str
@@ -53,6 +55,13 @@ class LinearGroup(Frozen):
     fold_target: FoldTarget | None = None
     transposed: bool = False
     gated: tuple[int, ...] = ()
+    experts: int = 0
+    chosen: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Of all members and experts together."""
+        return max(1, self.experts) * self.in_features * sum(self.out_features)
 
 
 class PortableGraph(Record):

@@ -5,6 +5,7 @@ N  output channels      K  input channels      g  group size      G  groups, K /
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +36,16 @@ class QuantizedWeight:
     def coded(self) -> Coded:
         return Coded(self.codes, self.scales, self.zero_points, self.input_scale)
 
+    def part(self, index: int) -> QuantizedWeight:
+        """At an index of the first dimension: one of the weights that :func:`stacked` was given."""
+        zero_points = None if self.zero_points is None else self.zero_points[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], zero_points=zero_points)
+
+    def rows(self, wanted: slice) -> QuantizedWeight:
+        """Some output channels of a weight ``[N, K]``."""
+        zero_points = None if self.zero_points is None else self.zero_points[wanted]
+        return replace(self, codes=self.codes[wanted], scales=self.scales[wanted], zero_points=zero_points)
+
     @property
     def group_size(self) -> int:
         return self.scheme.group_size or self.codes.shape[-1]
@@ -55,6 +66,17 @@ class QuantizedWeight:
             return self
         found = format_of(self.scheme).widened(self.coded, bits)
         return None if found is None else QuantizedWeight.of(found, self.scheme.in_format(f"int{bits}"))
+
+
+def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights ``[N, K]`` of one scheme as one ``[len(weights), N, K]``, as the experts of a mixture are held."""
+    zero_points = [weight.zero_points for weight in weights if weight.zero_points is not None]
+    return replace(
+        weights[0],
+        codes=np.stack([weight.codes for weight in weights]),
+        scales=np.stack([weight.scales for weight in weights]),
+        zero_points=np.stack(zero_points) if zero_points else None,
+    )
 
 
 def format_of(scheme: Scheme) -> NumberFormat:

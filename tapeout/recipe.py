@@ -94,6 +94,7 @@ class Calibrate(Section):
     samples: Annotated[int, Field(ge=2)] = 128  # one at least to fit on, and one held out
     tokens: Annotated[int, Field(ge=8)] = 256  # per sample; fewer say nothing of attention
     min_tokens: Annotated[int, Field(ge=8)] = 32  # of a text that calibrates or is held out; shorter ones are left out
+    min_visits: Count = 256  # of an expert that has enough of its own: tokens that chose it, those held out not counted
 
     @property
     def holdout_samples(self) -> int:
@@ -105,7 +106,8 @@ class Rule(Section):
     """The first rule whose ``match`` (glob over ``layers.N.unit``) fits a linear decides its scheme. In a recipe the
     scheme's fields stand beside ``match``.
 
-    Units: ``qkv``, ``o``, ``gate_up``, ``down``, and ``linear.NAME`` for anything else inside a layer.
+    Units: ``qkv``, ``o``, ``gate_up``, ``down``, ``experts_up``, ``experts_down``, and ``linear.NAME`` for anything
+    else inside a layer.
     """
 
     match: str

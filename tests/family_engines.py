@@ -46,6 +46,7 @@ def recipe(tokens: int = TOKENS) -> BaseRecipe:
                 Rule(match="layers.1.qkv", bits=8, group_size=64, symmetric=True),
                 Rule(match="layers.0.gate_up", bits=6, group_size=64, symmetric=True),
                 Rule(match="layers.*.down", bits=8, group_size=128, symmetric=True),
+                Rule(match="layers.*.experts_*", bits=8, group_size=32, symmetric=True),
                 Rule(match="*", bits=8, activations="int8"),
             ),
             kv_cache=KVCache(dtype="int8"),

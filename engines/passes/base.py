@@ -44,10 +44,13 @@ class QDQ(Protocol):
 
 
 class _OutByIn:
-    """A checkpoint whose linears are all ``[out, in]``, over one whose float ``names`` are stored the other way."""
+    """A checkpoint whose linears are all ``[out, in]``, over one whose float ``names`` are stored the other way.
 
-    def __init__(self, stored: Weights, names: frozenset[str]) -> None:
-        self._stored, self._names = stored, names
+    Floats of ``experts`` stay as they are stored, as the graph has them: codes alone are ``[experts, out, in]``.
+    """
+
+    def __init__(self, stored: Weights, names: frozenset[str], experts: frozenset[str]) -> None:
+        self._stored, self._names, self._experts = stored, names, experts
 
     def linear(self, name: str) -> QuantizedWeight | NDArray[np.float32]:
         found = self._stored.linear(name)
@@ -55,7 +58,9 @@ class _OutByIn:
 
     def weight(self, name: str) -> NDArray[np.float32]:
         found = self.linear(name)
-        return found.dequantize() if isinstance(found, QuantizedWeight) else found
+        if not isinstance(found, QuantizedWeight):
+            return found
+        return found.dequantize().swapaxes(-1, -2) if name in self._experts else found.dequantize()
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         return self._stored.tensor(name)
@@ -81,9 +86,13 @@ class Lowering:
     qdq: QDQ | None = None  # for int4 and fp8
 
     def __post_init__(self) -> None:
-        transposed = frozenset(name for g in self.graph.groups if g.transposed for name in g.members)
+        transposed = [group for group in self.graph.groups if group.transposed]
         if transposed and not isinstance(self.weights, _OutByIn):
-            self.weights = _OutByIn(self.weights, transposed)
+            linears, experts = (
+                frozenset(name for group in transposed if bool(group.experts) == stacked for name in group.members)
+                for stacked in (False, True)
+            )
+            self.weights = _OutByIn(self.weights, linears, experts)
 
     @property
     def kernels(self) -> KernelSet:

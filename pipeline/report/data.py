@@ -63,6 +63,7 @@ class ReportData:
     blocks: tuple[Block, ...] = ()
     plan: Planned | None = None
     layers: tuple[LayerRow, ...] = ()
+    notes: tuple[str, ...] = ()  # of the quantize stage
     kernels: Mapping[str, int] = field(default_factory=dict[str, int])
     lineage: tuple[LineageRow, ...] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])

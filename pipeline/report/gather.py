@@ -35,6 +35,7 @@ def gather(recipe: Recipe, artifacts: Path) -> ReportData:
         blocks=blocks,
         plan=_plan(artifact.load(artifacts / "plan", PrecisionPlan)),
         layers=tuple(_layer(linear) for linear in quantized.record.linears),
+        notes=quantized.record.notes,
         kernels=candidate.operator_counts,
         lineage=tuple(_lineage(artifacts / name) for name in lineage if _is_there(artifacts / name)),
         recipe=recipe.model_dump(mode="json", by_alias=True),

@@ -10,7 +10,7 @@ from engines.costs.linears import LinearShape, TimedLinear, linear_bytes
 from engines.costs.timing import OperatorTimer, Seconds, streamed_bytes
 from engines.load import find_target, known_targets
 from engines.target import Target
-from quantization.cost_table import CostTable, schemes_by_shape, workload_of
+from quantization.cost_table import CostTable, schemes_by_shape, shape_of, visited, workload_of
 from quantization.plan import PrecisionPlan, UnitPlan
 from quantization.units import caches
 from tapeout.cores import physical_cores
@@ -52,7 +52,7 @@ def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> Co
     # Times are kept for schemes that were timed together; a plan that is written out finds those of a chosen one.
     compared = recipe.plan if measure else recipe.plan.model_copy(update=CHOSEN)
     together, context = schemes_by_shape(graph, compared), min(recipe.plan.context, graph.max_positions)
-    streamed = streamed_bytes(sum(group.in_features * sum(group.out_features) for group in graph.groups))
+    streamed = streamed_bytes(sum(group.weights for group in graph.groups))
     timer = OperatorTimer(target, streamed, threads, only_kept=not measure)
     dtypes = [cache.dtype for cache in caches(compared.kv_cache, graph.head_size)]
     # First, so that heads which the target has no attention for are refused before linears are timed.
@@ -63,7 +63,9 @@ def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> Co
         shape = LinearShape(columns, outputs)
         sizes[columns, outputs] = {s.name: linear_bytes(target, shape, s, stored_by_rtn) for s in schemes}
         linear = TimedLinear(shape, together[columns, outputs], stored_by_rtn)
-        seconds[columns, outputs] = timer.costs(linear, tokens)
+        alike = [group for group in graph.groups if group.experts and shape_of(group) == (columns, outputs)]
+        of_experts = {visited(group, count)[1] for group in alike for count in tokens}
+        seconds[columns, outputs] = timer.costs(linear, sorted({*tokens, *of_experts}))
     return CostTable(target.name, threads, recipe.build.slots, context, sizes, seconds, attention)
 
 

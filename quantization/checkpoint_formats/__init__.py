@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantization.checkpoint_formats.experts import ExpertPart
 from tapeout.schemes import FLOAT, Scheme
 
 FLOAT_STORED = "float"  # as ParameterPlace.stored
@@ -20,7 +21,7 @@ FLOAT_STORED = "float"  # as ParameterPlace.stored
 class Parameter:
     """``unit``: what a recipe's rules call the linears that are quantized together; empty for other parameters.
 
-    ``half_scales``: every scale is a float16 number.
+    ``half_scales``: every scale is a float16 number. ``of``: where a linear of one expert lies.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Parameter:
     unit: str = ""
     embedding: bool = False  # or lm_head
     half_scales: bool = True
+    of: ExpertPart | None = None
 
     @property
     def module(self) -> str:

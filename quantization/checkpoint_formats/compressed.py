@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # an export reads this layout, and depends on no QuantizedMod
     from quantization.checkpoint_formats.source import ExportSource
 
 LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+ANY = "*"  # number of an expert
 SIGNED_BYTES = "8-bit symmetric"
 
 
@@ -111,11 +112,15 @@ def quantization_config(
 def module_patterns(modules: Iterable[str]) -> list[str]:
     r"""Module names as anchored regular expressions, the names that differ in one layer number merged.
 
+    Experts of a layer are all stored alike, so their numbers are any.
+
     >>> module_patterns(["m.0.o", "m.2.o", "head"])
     ['re:^head$', 're:^m\\.(0|2)\\.o$']
+    >>> module_patterns(["m.0.experts.0.up", "m.0.experts.1.up"])
+    ['re:^m\\.(0)\\.experts\\.\\d+\\.up$']
     """
     merged: dict[tuple[str, str], set[int]] = {}
-    for module in modules:
+    for module in dict.fromkeys(re.sub(r"(?<=\.experts\.)\d+(?=\.)", ANY, module) for module in modules):
         match = re.search(r"(?<=\.)\d+(?=\.)", module)
         before, number, after = (
             (module[: match.start()], int(match.group()), module[match.end() :]) if match else (module, -1, "")
@@ -124,7 +129,8 @@ def module_patterns(modules: Iterable[str]) -> list[str]:
     patterns: list[str] = []
     for (before, after), numbers in sorted(merged.items()):
         middle = "" if numbers == {-1} else f"({'|'.join(str(n) for n in sorted(numbers))})"
-        patterns.append(f"re:^{re.escape(before)}{middle}{re.escape(after)}$")
+        pattern = f"re:^{re.escape(before)}{middle}{re.escape(after)}$"
+        patterns.append(pattern.replace(re.escape(ANY), r"\d+"))
     return patterns
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantization.checkpoint import KV_SCALES, QuantizedModel
+from quantization.checkpoint import KV_SCALES, LinearReport, QuantizedModel
 from quantization.checkpoint_formats import FLOAT_STORED, Parameter, ParameterPlace
+from quantization.checkpoint_formats.experts import ExpertPart, names_of
 from quantization.compressed_tensors import Checkpoint, open_checkpoint
 from tapeout.artifact import RECORD, Artifact
 from tapeout.number_format import FloatArray, Tensors
 from tapeout.quantized import QuantizedWeight
+from tapeout.schemes import FLOAT
 from tapeout.tensor_writer import ShardWriter
 
 SHARD_BYTES = 5_000_000_000
@@ -34,31 +36,55 @@ class ExportSource:
         reports = {report.name: report for report in artifact.record.linears}
         embeddings = {report.name for report in artifact.record.linears if report.group in ("embedding", "lm_head")}
         self.parameters = tuple(
-            Parameter(
-                name,
-                (reports[name].out_features, reports[name].in_features),
-                reports[name].scheme,
-                reports[name].group,
-                name in embeddings,
-                self._checkpoint.half_scales(name),
-            )
-            if name in reports
-            else Parameter(name, self._checkpoint.shape(name))
+            parameter
             for name in self._checkpoint.names()
+            for parameter in self._parameters(name, reports.get(name), name in embeddings)
         )
+        self._kept: tuple[str, QuantizedWeight] | None = None
+
+    def _parameters(self, name: str, report: LinearReport | None, embedding: bool) -> Iterator[Parameter]:
+        """As checkpoints have them: quantized experts are linears, one for each part of each expert."""
+        if report is None:
+            yield Parameter(name, self._checkpoint.shape(name))
+            return
+        half = self._checkpoint.half_scales(name)
+        if not report.experts or report.scheme == FLOAT:
+            shape = (report.out_features, report.in_features)
+            stored = (report.experts, *shape) if report.experts else shape
+            yield Parameter(name, stored, report.scheme, report.group, embedding, half)
+            return
+        parts = names_of(self.config["model_type"], name)
+        rows = report.out_features // len(parts)
+        for expert in range(report.experts):
+            for number, part in enumerate(parts):
+                place = ExpertPart(name, expert, slice(number * rows, (number + 1) * rows))
+                shape = rows, report.in_features
+                yield Parameter(
+                    part.replace("*", str(expert)), shape, report.scheme, report.group, half_scales=half, of=place
+                )
 
     @property
     def has_kv_scales(self) -> bool:
         return (self.folder / KV_SCALES).is_file()
 
     def codes(self, parameter: Parameter) -> QuantizedWeight:
-        linear = self._checkpoint.linear(parameter.name)
-        assert isinstance(linear, QuantizedWeight)
-        return linear
+        if parameter.of is None:
+            linear = self._checkpoint.linear(parameter.name)
+            assert isinstance(linear, QuantizedWeight)
+            return linear
+        return self._stacked(parameter.of.stacked).part(parameter.of.expert).rows(parameter.of.rows)
 
     def floats(self, parameter: Parameter) -> FloatArray:
         """In float32, dequantized if it is quantized."""
-        return self._checkpoint.weight(parameter.name)
+        return self._checkpoint.weight(parameter.name) if parameter.of is None else self.codes(parameter).dequantize()
+
+    def _stacked(self, name: str) -> QuantizedWeight:
+        """Experts are asked for one after the other: the last weight is kept."""
+        if self._kept is None or self._kept[0] != name:
+            linear = self._checkpoint.linear(name)
+            assert isinstance(linear, QuantizedWeight)
+            self._kept = name, linear
+        return self._kept[1]
 
     def in_float(self, places: Sequence[ParameterPlace]) -> list[str]:
         """The modules of linears, the embedding and lm_head that are not quantized where they are placed."""

@@ -84,7 +84,7 @@ def test_the_inventory_counts_what_lies_in_the_file(tmp_path: Path) -> None:
     writer.finish()
     say_schemes(tmp_path, {"w.weight": INT4})
     checkpoint = open_checkpoint(tmp_path)
-    inventory = count_tensors(checkpoint, "w.weight", lambda: weight)
+    (inventory,) = count_tensors(checkpoint, "w.weight", lambda: weight)
     assert inventory == TensorInventory(
         name="w.weight",
         weights=512,
@@ -95,9 +95,8 @@ def test_the_inventory_counts_what_lies_in_the_file(tmp_path: Path) -> None:
         scales=16,
         held=14,
     )
-    assert count_tensors(checkpoint, "f", lambda: weight) == TensorInventory(
-        name="f", weights=15, columns=5, stored_bytes=60, bits=32, format="float"
-    )
+    (in_float,) = count_tensors(checkpoint, "f", lambda: weight)
+    assert in_float == TensorInventory(name="f", weights=15, columns=5, stored_bytes=60, bits=32, format="float")
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,12 @@ def test_the_page_is_whole_self_contained_and_says_the_verdict(outcome: Outcome,
     assert "CachedAttention" in text and "layers.11.down" in text and "gate.max_kl" in text
 
 
+def test_notes_of_the_quantize_stage_are_said() -> None:
+    page = Balanced()
+    page.feed(render(replace(example_report(), notes=("2 of 8 experts <3, 5> were hardly seen",))))
+    assert "2 of 8 experts <3, 5> were hardly seen" in page.text
+
+
 def test_the_same_evidence_gives_the_same_bytes() -> None:
     assert render(example_report()) == render(example_report())
 

@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from engines.bundle import LinearOutput
 from engines.kernels.operators import DOMAIN
 from engines.passes.base import (
     Lowering,
@@ -48,13 +49,19 @@ def run(lowering: Lowering) -> PassResult:
     declined: list[str] = []
     left = 0
     for node in nodes:
-        gate, subject = ExpertGate.of(node), f"{NAME} {node.outputs[0].name}"
+        gate, output, down = ExpertGate.of(node), node.outputs[0], node.inputs[DOWN_INPUT]
+        assert down is not None
+        name, rows, subject = parameter_behind(down), (dimension(down, 1),), f"{NAME} {output.name}"
         unknown = "" if gate.activation in ACTIVATIONS else f"there is no kernel for {gate.activation} of experts"
         if reason := lowering.kernels.unsupported(NAME) or unknown:
             declined.append(f"{subject}: {reason}; ONNX Runtime computes it")
             left += 1
-        elif reason := _lower(lowering, node, gate):
-            declined.append(f"{subject}: {reason}; decoded to floats")
+        else:
+            output, reason = _lower(lowering, node, gate)
+            if reason:
+                declined.append(f"{subject}: {reason}; decoded to floats")
+        # Parity compares the sum over experts, by the name of their down projection.
+        lowering.linear_outputs.append(LinearOutput(value=output.name or "", weights=(name,), rows=rows))
     if not left:
         del model.functions[("tapeout", NAME, "")]
     model.opset_imports[DOMAIN] = 1
@@ -112,8 +119,8 @@ class _Projection:
         return rows[0] if self.parts == 1 else np.stack([r.reshape(-1, LANES) for r in rows], axis=1).reshape(-1)
 
 
-def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> str:
-    """Why codes are decoded; empty where they are not, or there are none."""
+def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> tuple[ir.Value, str]:
+    """The output, and why codes are decoded: empty where they are not, or there are none."""
     projections = [_Projection.of(lowering, node, number, gate) for number in (UP_INPUT, DOWN_INPUT)]
     stored = [projection.read(lowering) for projection in projections]
     coded = [weight for weight in stored if isinstance(weight, QuantizedWeight)]
@@ -146,7 +153,7 @@ def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> str:
         outputs=[new_value(f"{node.outputs[0].name}.native", node.outputs[0])],
     )
     replace(lowering.model, [node], [lowered], {node.outputs[0]: lowered.outputs[0]})
-    return reason if coded else ""
+    return lowered.outputs[0], reason if coded else ""
 
 
 # --- over codes -----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 NAME = "Experts"
 UP_INPUT, DOWN_INPUT = 3, 4
+UNITS = {UP_INPUT: "experts_up", DOWN_INPUT: "experts_down"}  # of a plan
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 

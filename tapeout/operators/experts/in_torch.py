@@ -1,4 +1,5 @@
-"""Let a stock transformers model emit ``tapeout::Experts``, with no code per architecture.
+"""Let a stock transformers model emit ``tapeout::Experts``, or show and change what its experts read, with no code per
+architecture.
 
 Modules of experts call what transformers' experts interface holds, and their flags say how weights are laid out. What
 they do between their two projections is measured: gates are called with numbers, and one that does not what
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tapeout.errors import ExportError
 from tapeout.operators import experts
@@ -29,6 +31,7 @@ WITHIN_LIMITS, BEYOND_LIMITS = 0.25, 1e4  # smaller and larger than any limit of
 DIGITS = 5  # to which the numbers of a gate are measured
 TOLERANCE = 1e-6  # relative, of a gate against what was measured; modules may compute in float32
 
+InputChange = Callable[[torch.nn.Module, int, int, Tensor, Tensor], Tensor]  # see experts_changed
 _numbers = itertools.count()
 
 
@@ -36,7 +39,7 @@ def require_interface(model: Any) -> None:
     """:class:`ExportError` for experts that do not call transformers' experts interface."""
     for name, module in model.named_modules():
         named = name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
-        if named and not _calls_interface(module):
+        if named and not calls_interface(module):
             raise ExportError(
                 f"{type(model).__name__} is a mixture of experts outside transformers' experts interface ({name})",
                 expected="experts that call the interface (transformers.integrations.moe), or none",
@@ -47,11 +50,8 @@ def require_interface(model: Any) -> None:
 @contextmanager
 def experts_traced(model: Any, tracer: Tracer) -> Generator[None]:
     """See :meth:`tapeout.operators.operator.Operator.traced`."""
-    from transformers.integrations import moe
-
-    interface: Any = moe.ALL_EXPERTS_FUNCTIONS
     require_interface(model)
-    found = {module: gate_of(module, name) for name, module in model.named_modules() if _calls_interface(module)}
+    found = {module: gate_of(module, name) for name, module in model.named_modules() if calls_interface(module)}
     if not found:
         yield
         return
@@ -60,9 +60,44 @@ def experts_traced(model: Any, tracer: Tracer) -> Generator[None]:
         attributes = asdict(found[module]) | {"interleaved": int(found[module].interleaved)}
         return tracer.node(experts.OPERATOR, [x, index, weight, *_weights(module)], attributes, [], 0)
 
+    with _computed_by(model, emitted):
+        yield
+
+
+@contextmanager
+def experts_changed(model: Any, change: InputChange) -> Generator[None]:
+    """Let experts compute, one by one, with what ``change`` makes of the inputs of their projections.
+
+    ``change(module, number, expert, inputs, weight)``: ``inputs [n, K]`` of the tokens that chose the expert, with
+    their routing weights ``[n]``; ``number`` is that of the projection among the operator's inputs.
+    """
+
+    def computed(module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        up, down, up_bias, down_bias = _weights(module)
+        output = torch.zeros_like(x)
+        for expert in index.unique().tolist():
+            tokens, place = torch.where(index == expert)
+            share = weight[tokens, place]
+            inputs = change(module, experts.UP_INPUT, expert, x[tokens], share)
+            projected = functional.linear(inputs, up[expert]) + up_bias[min(expert, len(up_bias) - 1)]
+            inner = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+            inner = change(module, experts.DOWN_INPUT, expert, inner, share)
+            answer = functional.linear(inner, down[expert]) + down_bias[min(expert, len(down_bias) - 1)]
+            output.index_add_(0, tokens, (answer * share[:, None]).to(output.dtype))
+        return output
+
+    with _computed_by(model, computed):
+        yield
+
+
+@contextmanager
+def _computed_by(model: Any, function: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> Generator[None]:
+    from transformers.integrations import moe
+
+    interface: Any = moe.ALL_EXPERTS_FUNCTIONS
     # A name of its own, so that models in one process never call each other's functions.
     name, previous = f"tapeout_{next(_numbers)}", model.config._experts_implementation
-    interface.register(name, emitted)
+    interface.register(name, function)
     try:
         model.set_experts_implementation(name)
         yield
@@ -71,7 +106,8 @@ def experts_traced(model: Any, tracer: Tracer) -> Generator[None]:
         del interface._global_mapping[name]
 
 
-def _calls_interface(module: torch.nn.Module) -> bool:
+def calls_interface(module: torch.nn.Module) -> bool:
+    """Whether a module holds the experts of a layer, and computes them by transformers' interface."""
     return all(hasattr(module, flag) for flag in FLAGS)
 
 
