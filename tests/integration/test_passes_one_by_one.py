@@ -83,7 +83,7 @@ OTHER_LAYERS = {"transposes", "recurrences", "recurrent_conv", "native_experts"}
 # What a sentence of a report begins with, if anything: what users know, no names that only the exporter knows.
 SUBJECT = re.compile(
     r"|every linear|every layer|layer \d+|layers\.\d+\.\w+|lm_head"
-    r"|(model|transformer)\.[a-z_.\d]+\.weight|(MatMul|Sigmoid|RotaryEmbedding) \w+"
+    r"|(model|transformer)\.[a-z_.\d]+\.weight|(MatMul|Mul|Sigmoid|RotaryEmbedding) \w+"
 )
 
 BLOCK_PRODUCTS = ("BlockLinear", "GatedLinear", "NormLinear", "ResidualNormLinear")

@@ -5,9 +5,9 @@
 
 #include "ort.h"
 
-#define MOST_INPUTS     12
+#define MOST_INPUTS     14
 #define MOST_OUTPUTS    2
-#define MOST_ATTRIBUTES 8
+#define MOST_ATTRIBUTES 12
 
 struct Value {
   int present, type;
