@@ -254,7 +254,7 @@ DEFECTS = {
         "causal_conv.c", "window[K - 1] *= factor;", "", "CausalConv.*(expected|last tokens)"
     ),
     "the first column of a convolution is not checked": Defect(
-        "causal_conv.c", "|| x.dims[x.rank - 1] - C < k->first)", ")", "AddressSanitizer|accepted|SEGV"
+        "causal_conv.c", "|| x.dims[x.rank - 1] - C < k->first)", ")", "AddressSanitizer|accepted|SEGV|runtime error"
     ),
     "the sign of a decay": Defect(
         "recurrence.c", "factor = vexp(decay)", "factor = vexp(-decay)", "(GatedDelta|SelectiveScan).*expected"
@@ -274,7 +274,9 @@ DEFECTS = {
     "a value is not multiplied by its time step": Defect(
         "recurrence.c", "change[v] *= step;", ";", "SelectiveScan.*expected"
     ),
-    "beta is no sigmoid": Defect("recurrence.c", "beta = sigmoid(beta);", ";", "GatedDelta.*expected"),
+    "beta is no sigmoid": Defect(
+        "recurrence.c", "beta = sigmoid(beta);", "beta = beta + beta;", "GatedDelta.*expected"
+    ),
     "what is skipped is the next head's": Defect(
         "recurrence.c", "splat(w->skip[head])", "splat(w->skip[(head + 1) % H])", "SelectiveScan.*expected"
     ),

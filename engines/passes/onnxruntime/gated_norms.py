@@ -21,6 +21,8 @@ from engines.kernels.operators import DOMAIN
 from engines.passes.base import Lowering, PassResult, attribute, new_value, only_use, producer_of, replace
 from engines.passes.onnxruntime.columns import columns_of
 
+NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
+
 
 @dataclass
 class _GateNorm:
@@ -34,22 +36,36 @@ class _GateNorm:
 
 def run(lowering: Lowering) -> PassResult:
     model, matched, declined = lowering.model, 0, list[str]()
-    for node in [n for n in model.graph if n.domain == "" and n.op_type == "Mul"]:
-        if node.graph is None:  # gone with another
-            continue
-        name, (a, b) = node.outputs[0].name, node.inputs
-        assert a is not None and b is not None
-        constant = next((value for value in (a, b) if value.is_initializer()), None)
-        kind = "GatedNorm" if constant is None else "Scale"
-        if constant is None and all(_gate_of(value) is None for value in (a, b)):
-            continue
-        reason = lowering.kernels.unsupported(kind)
-        reason = reason or (_gate(model, node) if constant is None else _scale(model, node, constant))
-        if reason:
-            declined.append(f"Mul {name}: {reason}")
-        else:
-            matched += 1
+    for kind in ("GatedNorm", "Scale"):  # what reads a product with a constant is known once gates are operators
+        for node in [n for n in model.graph if n.domain == "" and n.op_type == "Mul"]:
+            if node.graph is None:  # gone with a gate
+                continue
+            a, b = node.inputs
+            assert a is not None and b is not None
+            factors = next((value for value in (a, b) if value.is_initializer()), None)
+            if kind == "GatedNorm" and (factors is not None or (_gate_of(a) is None and _gate_of(b) is None)):
+                continue
+            if kind == "Scale" and (factors is None or not _is_between_operators(node)):
+                continue
+            reason = lowering.kernels.unsupported(kind)
+            reason = reason or (_gate(model, node) if factors is None else _scale(model, node, factors))
+            if reason:
+                declined.append(f"Mul {node.outputs[0].name}: {reason}")
+            else:
+                matched += 1
     return PassResult(matched, tuple(declined) if matched or declined else ("no gate or constant factor in the graph",))
+
+
+def _is_between_operators(product: ir.Node) -> bool:
+    """Whether all that reads a product is native, or a norm. ONNX Runtime makes GELU, say, of others."""
+    y = product.outputs[0]
+    if y.is_graph_output():
+        return any(value is not None and _is_native(value.producer()) for value in product.inputs)
+    return bool(y.uses()) and all(_is_native(use.node) or use.node.op_type in NORMS for use in y.uses())
+
+
+def _is_native(node: ir.Node | None) -> bool:
+    return node is not None and node.domain == DOMAIN
 
 
 def _scale(model: ir.Model, node: ir.Node, factors: ir.Value) -> str:
