@@ -29,8 +29,10 @@ def run(lowering: Lowering) -> PassResult:
         floats = all(value.dtype == ir.DataType.FLOAT for value in inputs)
         if len(inputs) < len(node.inputs) or not floats or shape is None or np.prod(shape) > MOST:
             continue
-        label = next((found for value in inputs if "." in (found := parameter_behind(value))), "constant")
-        name = f"{label}.{node.op_type.lower()}.{node.outputs[0].name}"
+        name = next((found for value in inputs if "." in (found := parameter_behind(value))), "constants.value")
+        while name in model.graph.initializers:  # no checkpoint has it, and users know what it is of
+            module, _, parameter = name.rpartition(".")
+            name = f"{module}.folded.{parameter}"
         make = partial(_computed, _FUNCTIONS[node.op_type], shape, [reader(lowering, value) for value in inputs])
         node.outputs[0].replace_all_uses_with(deferred(model, name, shape, ir.DataType.FLOAT, make))
         remove_dead(model, [node])

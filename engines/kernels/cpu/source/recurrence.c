@@ -26,6 +26,7 @@
 typedef enum { DELTA, SCAN } Rule; /* variants, in the order of declarations */
 enum { VALUE, QUERY, KEY, DECAY, BETA, PER_TOKEN };
 enum { AT_ONCE = 4 /* vectors of columns */, COLUMNS = AT_ONCE * LANES, MOST_RANK = 8 };
+enum { FEW_TOKENS = 4, MOST_COPIED = 256 * COLUMNS /* floats of the state */ };
 
 typedef struct {
   Base base;
@@ -81,17 +82,24 @@ INLINE const float* of_token(const Work* w, int which, int64_t token) {
   return w->in[which].from + token * w->in[which].stride;
 }
 
-/* `vectors` of columns of one head from `first` on, over the tokens of a sequence. `last`: columns of the last vector. */
-INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last) {
+/* The queries, keys and values of a token, which lie far from those of the one before: no processor foresees that. */
+INLINE void prefetch_token(const Work* w, int64_t token, int64_t group, int64_t column, const int vectors) {
+  const float *query = of_token(w, QUERY, token) + group * w->K, *key = of_token(w, KEY, token) + group * w->K;
+  for (int64_t i = 0; i < w->K; i += LANES) __builtin_prefetch(query + i), __builtin_prefetch(key + i);
+  EACH (int v = 0; v < vectors; v++) __builtin_prefetch(of_token(w, VALUE, token) + column + v * LANES);
+}
+
+/* `vectors` of columns of one head from `first` on, over the tokens of a sequence. `matrix`: these columns of the state,
+   rows `stride` apart. `last`: columns of the last vector, `kept`: those of it that a row has. */
+INLINE void over_tokens(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last,
+                        float* matrix, int64_t stride, int64_t kept) {
   const Kernel* k = w->kernel;
   const int64_t H = w->H, K = w->K, V = w->V, group = head * w->G / H;
-  float* matrix = w->state + ((w->slots[sequence] * H + head) * K) * V + first;
-  if (!w->starts[sequence])
-    for (int64_t i = 0; i < K; i++) memset(matrix + i * V, 0, ((vectors - 1) * LANES + last) * sizeof(float));
   for (int64_t token = w->offsets[sequence]; token < w->offsets[sequence + 1]; token++) {
     const float *query = of_token(w, QUERY, token) + group * K, *key = of_token(w, KEY, token) + group * K;
     const float* value = of_token(w, VALUE, token) + head * V + first;
     float* y = w->y + (token * H + head) * V + first;
+    if (token + 1 < w->offsets[sequence + 1]) prefetch_token(w, token + 1, group, head * V + first, vectors);
     F32x16 decay = splat(of_token(w, DECAY, token)[head]), step = splat(1);
     F32x16 change[AT_ONCE], read[AT_ONCE] = {0};
     float key_scale = 1, query_scale = 1;
@@ -113,7 +121,7 @@ INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first
       for (int64_t i = 0; i < K; i++) {
         const F32x16 scaled = splat(key[i] * key_scale);
         EACH (int v = 0; v < vectors; v++) {
-          F32x16 row = load_some(matrix + i * V + v * LANES, v + 1 < vectors ? LANES : last);
+          F32x16 row = load_some(matrix + i * stride + v * LANES, v + 1 < vectors ? LANES : kept);
           answer[v] = vfma(factor * row, scaled, answer[v]);
         }
       }
@@ -124,8 +132,8 @@ INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first
     for (int64_t i = 0; i < K; i++) {
       const F32x16 by_key = splat(key[i] * key_scale), by_query = splat(query[i] * query_scale);
       EACH (int v = 0; v < vectors; v++) {
-        float* place = matrix + i * V + v * LANES;
-        const int64_t count = v + 1 < vectors ? LANES : last;
+        float* place = matrix + i * stride + v * LANES;
+        const int64_t count = v + 1 < vectors ? LANES : kept;
         const F32x16 row = vfma(by_key, change[v], factor * load_some(place, count));
         read[v] = vfma(row, by_query, read[v]);
         store_some(place, row, count);
@@ -133,6 +141,24 @@ INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first
     }
     EACH (int v = 0; v < vectors; v++) store_some(y + v * LANES, read[v], v + 1 < vectors ? LANES : last);
   }
+}
+
+/* The same of the pool's state. Of several tokens the columns are copied, so that they lie together in the first-level
+   cache: in the state, rows that are a power of two apart share a few of its sets. */
+INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last) {
+  const int64_t K = w->K, V = w->V, width = (vectors - 1) * LANES + last, stride = vectors * LANES;
+  float* matrix = w->state + ((w->slots[sequence] * w->H + head) * K) * V + first;
+  const int fresh = !w->starts[sequence], copied = w->offsets[sequence + 1] - w->offsets[sequence] >= FEW_TOKENS;
+  if (!copied || K * stride > MOST_COPIED) {
+    for (int64_t i = 0; i < K && fresh; i++) memset(matrix + i * V, 0, width * sizeof(float));
+    over_tokens(w, sequence, head, first, vectors, last, matrix, V, last);
+    return;
+  }
+  float copy[MOST_COPIED] __attribute__((aligned(64)));
+  if (fresh || last < LANES) memset(copy, 0, K * stride * sizeof(float));
+  for (int64_t i = 0; i < K && !fresh; i++) memcpy(copy + i * stride, matrix + i * V, width * sizeof(float));
+  over_tokens(w, sequence, head, first, vectors, last, copy, stride, LANES);
+  for (int64_t i = 0; i < K; i++) memcpy(matrix + i * V, copy + i * stride, width * sizeof(float));
 }
 
 static void columns_job(void* state, size_t number) {
