@@ -12,9 +12,10 @@ from engines.kernels.operators import OPERATORS
 from engines.load import load
 from engines.sequences import Sequences, SlotEntry
 from tapeout.recipe import Rule
+from tapeout.schemes import Scheme
 from tests.family_engines import Made, difference_from_checkpoint, make, words
 
-RULES = (Rule(match="*", bits=8, group_size=32, symmetric=True),)
+RULES = (Rule(match="*", scheme=Scheme(bits=8, group_size=32, symmetric=True)),)
 FAMILIES = ("lfm2", "bamba", "granitemoehybrid-scans", "nemotron_h")
 SMALL = {"SimplifiedLayerNormalization"}  # of the first layer, whose input nothing is added to
 SEQUENCES = 4

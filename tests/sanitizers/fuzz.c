@@ -774,7 +774,7 @@ static void check_recurrence(const Node* node) {
 /* --- gates and factors ------------------------------------------------------------------------------------------- */
 
 static Node new_gated_norm(void) {
-  Node node = {.what = one_in(4) ? "Scale" : "GatedNorm", .epsilon = 0.01f, .M = one_in(10) ? 0 : random_int(1, 9)};
+  Node node = {.what = one_in(3) ? "Scale" : "GatedNorm", .epsilon = 0.01f, .M = one_in(10) ? 0 : random_int(1, 9)};
   node.op = find_op(node.what);
   Value* in = node.context.inputs;
   const int scale = !strcmp(node.what, "Scale"), normed = !one_in(3);

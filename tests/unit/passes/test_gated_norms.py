@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -12,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("level")
 
 RNG = np.random.default_rng(0)
 C, GROUPS = 24, 3
-SHAPE = ["batch", "tokens", C]
+SHAPE: Sequence[int | str] = ["batch", "tokens", C]
 GIVEN = {name: RNG.standard_normal((1, 5, C)).astype(np.float32) * 2 for name in ("x", "gate")}
 WEIGHT = RNG.standard_normal(C).astype(np.float32)
 
@@ -27,9 +29,9 @@ def lowered(model: ir.Model, given: dict[str, Matrix] = GIVEN) -> tuple[tuple[st
     return declined, operators(model)
 
 
-def activated(gate: ir.Value, sigmoid: bool = False) -> ir.Value:
-    factor = op("Sigmoid", [gate], gate.shape)
-    return factor if sigmoid else op("Mul", [gate, factor], gate.shape)
+def activated(gate: ir.Value, sigmoid: bool = False, shape: Sequence[int | str] = SHAPE) -> ir.Value:
+    factor = op("Sigmoid", [gate], shape)
+    return factor if sigmoid else op("Mul", [gate, factor], shape)
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
@@ -63,7 +65,7 @@ def test_the_norm_of_heads_before_a_gate_is_computed_with_it() -> None:
     x, gate, weight = value("x", SHAPE), value("gate", SHAPE), parameter("layer.norm.weight", WEIGHT[:8])
     rows, shape = ["heads of all tokens", 8], parameter("rows", np.array([-1, 8]))
     normed = op("RMSNormalization", [op("Reshape", [x, shape], rows), weight], rows, axis=-1, epsilon=1e-3)
-    product = op("Mul", [normed, activated(op("Reshape", [gate, shape], rows))], rows)
+    product = op("Mul", [normed, activated(op("Reshape", [gate, shape], rows), shape=rows)], rows)
     y = named("y", op("Reshape", [product, parameter("joined", np.array([1, -1, C]))], SHAPE))
     assert lowered(model_of([x, gate], [y])) == ((), ["GatedNorm"])
 
@@ -85,7 +87,7 @@ def test_products_with_constants_are_one_operator(elements: int) -> None:
 
 def test_a_gate_of_another_shape_stays() -> None:
     x, gate = value("x", SHAPE), value("gate", ["batch", "tokens", 1])
-    y = named("y", op("Mul", [x, activated(gate, sigmoid=True)], SHAPE))
+    y = named("y", op("Mul", [x, activated(gate, True, ["batch", "tokens", 1])], SHAPE))
     given = {**GIVEN, "gate": GIVEN["gate"][:, :, :1]}
     declined, found = lowered(model_of([x, gate], [y]), given)
     assert declined == ("Mul y: its gate has another shape than what it multiplies",)
