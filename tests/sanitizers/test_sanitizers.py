@@ -284,10 +284,10 @@ DEFECTS = {
         "recurrence.c", "group = head * w->G / H", "group = head % w->G", "(GatedDelta|SelectiveScan).*expected"
     ),
     "a recurrence begins with what its row of the state held": Defect(
-        "recurrence.c", "if (!w->starts[sequence])", "if (0)", "(GatedDelta|SelectiveScan).*expected"
+        "recurrence.c", "fresh = !w->starts[sequence]", "fresh = 0", "(GatedDelta|SelectiveScan).*expected"
     ),
     "the row of a recurrence's state is a neighbour's": Defect(
-        "recurrence.c", "w->slots[sequence] * H", "sequence * H", "(GatedDelta|SelectiveScan).*(expected|changed)"
+        "recurrence.c", "w->slots[sequence] * w->H", "sequence * w->H", "(GatedDelta|SelectiveScan).*(expected|changed)"
     ),
     "the first columns of a recurrence are not checked": Defect(
         "recurrence.c",
