@@ -71,12 +71,14 @@ class Made:
     bundle: Artifact[EngineBundle]
 
 
-def make(name: str, folder: Path) -> Made:
-    """The family quantized and built."""
-    graph = family_graph(name)
-    calibration = calibrate(recipe().calibrate, graph, texts(words(name, ROWS, TOKENS, 1)), folder / "calibration")
-    plan = written_plan(recipe(), graph, folder / "plan")
-    quantized = quantize(recipe().quantize, graph, calibration, plan, folder / "quantized")
+def make(name: str, folder: Path, rules: Sequence[Rule] = ()) -> Made:
+    """The family quantized and built. ``rules``: of its linears, in place of every kind of product."""
+    graph, given = family_graph(name), recipe()
+    if rules:
+        given = given.model_copy(update={"plan": given.plan.model_copy(update={"schemes": tuple(rules)})})
+    calibration = calibrate(given.calibrate, graph, texts(words(name, ROWS, TOKENS, 1)), folder / "calibration")
+    plan = written_plan(given, graph, folder / "plan")
+    quantized = quantize(given.quantize, graph, calibration, plan, folder / "quantized")
     bundle = build(
         graph,
         open_checkpoint(quantized.folder),

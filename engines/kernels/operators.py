@@ -54,17 +54,20 @@ def _of(name: str) -> tuple[Argument, ...]:
     return tuple(replace(each, name=f"{name}_{each.name}") for each in _TABLE)
 
 
-def _recurrence(name: str, *after: Argument) -> KernelOperator:
+def _recurrence(name: str, *after: Argument, also: tuple[Argument, ...] = ()) -> KernelOperator:
     inputs = (
-        Argument("value"),  # [.., M, H, V]
-        Argument("query"),  # [.., M, G, K], as keys
+        Argument("value"),  # [.., M, W], of which H·V columns, as the others
+        Argument("query"),  # G·K columns, as keys
         Argument("key"),
-        Argument("decay"),  # [.., M, H]
+        Argument("decay"),  # H
         *after,
         Argument("state"),  # [slots, H, K, V]; written in place
         *_SEQUENCES,
+        Argument("rate", optional=True),  # [H], where decay is what a time step is made of
+        Argument("bias", optional=True),  # [H] of a time step
+        *also,
     )
-    return KernelOperator(name, inputs, (_Y,), "recurrence")
+    return KernelOperator(name, inputs, (_Y,), "recurrence")  # [.., M, H·V]
 
 
 _ALL = (
@@ -87,10 +90,12 @@ _ALL = (
             Argument("offsets", ("int32",)),  # [B + 1] of the first token of each sequence
             Argument("starts", ("int32",)),  # [B] positions of these tokens
             Argument("block_table", ("int32",)),  # [B, blocks of a sequence]
-            Argument("cosines", optional=True),  # [positions, D / 2] of RoPE
+            Argument("cosines", optional=True),  # [positions, R / 2] of RoPE
             Argument("sines", optional=True),
             Argument("key_scales", optional=True),  # [KV, D] of a cache of codes
             Argument("value_scales", optional=True),
+            Argument("query_norm", optional=True),  # [D] of an RMSNorm of each head
+            Argument("key_norm", optional=True),
         ),
         (_Y,),
         "cached_attention",
@@ -98,17 +103,28 @@ _ALL = (
     KernelOperator(
         "CausalConv",
         (
-            Argument("x"),  # [.., M, C]
+            Argument("x"),  # [.., M, W], of which C columns
             Argument("weight"),  # [taps, C]
             Argument("bias", optional=True),  # [C]
             Argument("state"),  # [slots, taps - 1, C] of the tokens before; written in place
             *_SEQUENCES,
         ),
-        (_Y,),
+        (_Y,),  # [.., M, C]
         "causal_conv",
     ),
-    _recurrence("GatedDelta", Argument("beta")),  # [.., M, H]
-    _recurrence("SelectiveScan"),
+    _recurrence("GatedDelta", Argument("beta")),  # H columns
+    _recurrence("SelectiveScan", also=(Argument("skip", optional=True),)),  # [H]
+    KernelOperator(
+        "GatedNorm",  # x times SiLU or the sigmoid of a gate, normalized before or after, or not
+        (
+            Argument("x"),  # [.., M, X], of which C columns
+            Argument("gate"),  # [.., M, W], likewise
+            Argument("weight", optional=True),  # [C], or that of a group
+        ),
+        (_Y,),  # [.., M, C]
+        "gated_norm",
+    ),
+    KernelOperator("Scale", (Argument("x"), Argument("factors")), (_Y,), "gated_norm"),  # by 1 or [C] factors
     KernelOperator(
         "Experts",
         (

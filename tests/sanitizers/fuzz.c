@@ -139,6 +139,9 @@ typedef struct {
   int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, packed; /* of attention */
   int bits, cache; /* of its cache: of a channel, and the type */
   float softcap, scale, epsilon;
+  int64_t firsts[5], groups, channels, run, period; /* of columns, and of norms or heads of keys */
+  int gated, silu, squash, sigmoid, norm_first, rated;
+  float least_step, most_step;
   float alpha, limit, offset;          /* of experts, whose activation is `kind` */
   uint64_t quantized, clipped;         /* activations that the process counted before the run */
   Value key_cache, value_cache, state; /* as they were before the run */
@@ -506,17 +509,15 @@ static void new_taps(Node* node, int64_t taps, int64_t rows, int64_t C) {
   fill_floats(&in[CONV_WEIGHT], 1), fill_floats(&in[CONV_STATE], 1);
 }
 
-static Node new_conv(void) {
-  Node node = {.what = "CausalConv", .op = find_op("CausalConv"), .B = one_in(10) ? 0 : random_int(1, 4)};
-  Value* in = node.context.inputs;
-  const int64_t C = one_in(4) ? random_int(250, 600) : random_int(1, 50), taps = one_in(2) ? 3 : random_int(2, 16);
-  const int64_t rows = node.B + random_int(0, 3);
-  new_value(&in[CONV_OFFSETS], INT32, 1, (int64_t[]){node.B + 1});
-  new_value(&in[CONV_STARTS], INT32, 1, &node.B);
-  new_value(&in[CONV_SLOTS], INT32, 1, &node.B);
-  int32_t *offsets = in[CONV_OFFSETS].data, *starts = in[CONV_STARTS].data, *slots = in[CONV_SLOTS].data;
+/* Offsets, starts and slots of a step, the three inputs from `first` on. Returns its tokens. */
+static int64_t new_sequences(Node* node, int first, int64_t rows) {
+  Value* in = node->context.inputs + first;
+  new_value(&in[0], INT32, 1, (int64_t[]){node->B + 1});
+  new_value(&in[1], INT32, 1, &node->B);
+  new_value(&in[2], INT32, 1, &node->B);
+  int32_t *offsets = in[0].data, *starts = in[1].data, *slots = in[2].data;
   offsets[0] = 0;
-  for (int64_t b = 0; b < node.B; b++) {
+  for (int64_t b = 0; b < node->B; b++) {
     offsets[b + 1] = offsets[b] + (int32_t)(one_in(3) ? 1 : random_int(0, 20));
     starts[b] = one_in(2) ? 0 : (int32_t)PICK(1, 2, 17, INT32_MAX);
     do {
@@ -525,8 +526,38 @@ static Node new_conv(void) {
         if (slots[i] == slots[b]) slots[b] = -1;
     } while (slots[b] < 0);
   }
+  return offsets[node->B];
+}
+
+/* Breaks a start, an offset or a slot of those; says what. */
+static const char* malform_sequences(Node* node, int first, int64_t rows) {
+  Value* in = node->context.inputs + first;
+  const int64_t b = random_int(0, node->B - 1);
+  int32_t *offsets = in[0].data, *starts = in[1].data, *slots = in[2].data;
+  switch (random_int(0, 2)) {
+    case 0: starts[b] = (int32_t)PICK(-1, INT32_MIN); return "a malformed start";
+    case 1: {
+      const int64_t wrong[] = {-1, INT32_MIN, offsets[node->B] + (int64_t)1, INT32_MAX};
+      offsets[random_int(0, node->B)] = (int32_t)wrong[random_int(0, 3)];
+      return "a malformed offset";
+    }
+    default: {
+      const int64_t wrong[] = {-1, INT32_MIN, rows, INT32_MAX};
+      slots[b] = (int32_t)wrong[random_int(0, 3)];
+      return "a malformed slot";
+    }
+  }
+}
+
+static Node new_conv(void) {
+  Node node = {.what = "CausalConv", .op = find_op("CausalConv"), .B = one_in(10) ? 0 : random_int(1, 4)};
+  Value* in = node.context.inputs;
+  const int64_t C = one_in(4) ? random_int(250, 600) : random_int(1, 50), taps = one_in(2) ? 3 : random_int(2, 16);
+  const int64_t rows = node.B + random_int(0, 3), tokens = new_sequences(&node, CONV_OFFSETS, rows);
+  node.gated = one_in(3), node.silu = one_in(3), node.firsts[0] = one_in(2) ? random_int(1, 20) : 0;
+  const int64_t W = node.gated ? 3 * C : node.firsts[0] + C + (one_in(2) ? random_int(0, 9) : 0);
   const size_t rank = (size_t)random_int(2, 4);
-  const int64_t dims[] = {1, 1, offsets[node.B], C};
+  const int64_t dims[] = {1, 1, tokens, W};
   new_value(&in[CONV_X], FLOAT, rank, dims + 4 - rank);
   fill_floats(&in[CONV_X], 1);
   new_taps(&node, taps, rows, C);
@@ -540,6 +571,9 @@ static Node new_conv(void) {
       if (one_in(9)) ((float*)in[i].data)[j] = extremes[random_int(0, 4)];
   copy_value(&in[CONV_STATE], &node.state);
   for (int i = 0; i < CONV_INPUTS; i++) node.changed[i] = i == CONV_BIAS ? LAST_AXIS | TYPE | ALIGNMENT : ALL;
+  node.changed[CONV_X] = TYPE | PRESENCE | ALIGNMENT; /* it may have more columns */
+  add_int(&node.info, "first", node.firsts[0]), add_int(&node.info, "gated", node.gated);
+  add_int(&node.info, "silu", node.silu);
   node.context.input_count = CONV_INPUTS;
   node.context.written = 1 << CONV_STATE;
   return node;
@@ -553,7 +587,11 @@ static int same_float(float a, float b) {
 static float conv_input(const Node* node, int64_t b, int64_t s, int64_t back, int64_t channel) {
   const Value* in = node->context.inputs;
   const int64_t C = in[CONV_WEIGHT].dims[1], kept = in[CONV_WEIGHT].dims[0] - 1;
-  if (s >= back) return ((float*)in[CONV_X].data)[(int_of(node, CONV_OFFSETS, b) + s - back) * C + channel];
+  if (s >= back) {
+    const Value* x = &in[CONV_X];
+    const float* token = (float*)x->data + (int_of(node, CONV_OFFSETS, b) + s - back) * x->dims[x->rank - 1];
+    return node->gated ? token[channel] * token[2 * C + channel] : token[node->firsts[0] + channel];
+  }
   if (!int_of(node, CONV_STARTS, b)) return 0;
   return ((float*)node->state.data)[(int_of(node, CONV_SLOTS, b) * kept + kept + s - back) * C + channel];
 }
@@ -575,6 +613,18 @@ static void check_conv(const Node* node) {
         float sum = in[CONV_BIAS].present ? bias[i] : 0;
         for (int64_t k = 0; k < taps; k++) sum = fmaf(weight[k * C + i], conv_input(node, b, s, taps - 1 - k, i), sum);
         const float found = y[(first + s) * C + i];
+        const double exact = sum / (1 + exp(-(double)sum));
+        if (node->silu) { /* it is no sum, and exp has a clamp */
+          if (!(fabsf(sum) < 80) || fabs(found) < 1e-30) continue;
+          if (!node->gated && fabs(found - exact) <= 2e-6 * fabs(exact)) continue;
+        }
+        if (node->gated) {
+          const float after = ((float*)in[CONV_X].data)[(first + s) * 3 * C + C + i];
+          if (node->silu &&
+              (!(fabsf(after) < 1e9f) || fabs(found - exact * after) <= 2e-6 * fabs(exact * after) + 1e-30))
+            continue;
+          sum *= after;
+        }
         if (!same_float(found, sum))
           fail("CausalConv: C %d taps %d: token %d of sequence %d, channel %d: %.9g, expected %.9g", (int)C, (int)taps,
                (int)s, (int)b, (int)i, found, sum);
@@ -671,6 +721,220 @@ static void check_choice(const Node* node) {
       if (larger > c) fail("ChooseExperts: %d experts are before choice %d", larger, (int)c);
     }
   }
+}
+
+/* --- recurrences ------------------------------------------------------------------------------------------------- */
+
+enum { R_VALUE, R_QUERY, R_KEY, R_DECAY, R_BETA }; /* of a token; the state, sequences and numbers of heads follow */
+
+static int is_recurrence(const Node* node) {
+  return !strcmp(node->what, "GatedDelta") || !strcmp(node->what, "SelectiveScan");
+}
+static int per_token_of(const Node* node) {
+  return !strcmp(node->what, "GatedDelta") ? R_BETA + 1 : R_BETA;
+}
+static int64_t columns_of(const Node* node, int which) {
+  const int64_t* dims = node->context.inputs[per_token_of(node)].dims; /* [rows, H, K, V] */
+  return which == R_VALUE ? dims[1] * dims[3] : which < R_DECAY ? node->groups * dims[2] : dims[1];
+}
+
+static Node new_recurrence(void) {
+  Node node = {.what = one_in(2) ? "GatedDelta" : "SelectiveScan", .B = one_in(10) ? 0 : random_int(1, 4)};
+  node.op = find_op(node.what);
+  Value* in = node.context.inputs;
+  const int per_token = per_token_of(&node), extras = per_token == R_BETA ? 3 : 2;
+  const int64_t K = random_int(1, 20), V = one_in(4) ? 64 : random_int(1, 80), rows = node.B + random_int(0, 3);
+  node.groups = random_int(1, 2);
+  const int64_t H = node.groups * random_int(1, 2), tokens = new_sequences(&node, per_token + 1, rows);
+  new_value(&in[per_token], FLOAT, 4, (int64_t[]){rows, H, K, V});
+  fill_floats(&in[per_token], 1);
+  node.rated = one_in(2), node.squash = one_in(2);
+  node.least_step = node.rated && one_in(2) ? 0.3f : 0, node.most_step = node.least_step > 0 ? 1.5f : FLT_MAX;
+  add_int(&node.info, "groups", node.groups);
+  static const char* const FIRSTS[] = {"value_first", "query_first", "key_first", "decay_first", "beta_first"};
+  for (int i = 0; i < per_token; i++) {
+    const size_t rank = (size_t)random_int(2, 4);
+    node.firsts[i] = one_in(2) ? random_int(1, 20) : 0;
+    const int64_t W = node.firsts[i] + columns_of(&node, i) + (one_in(2) ? random_int(0, 9) : 0);
+    const int64_t dims[] = {1, 1, tokens, W};
+    new_value(&in[i], FLOAT, rank, dims + 4 - rank);
+    fill_floats(&in[i], 1);
+    float* data = in[i].data;
+    for (int64_t j = 0; j < tokens * W; j++) {
+      if (i == R_DECAY && !node.rated) data[j] = -fabsf(data[j]);
+      if (i == R_BETA && !node.squash) data[j] = fabsf(data[j]) / 4;
+    }
+    add_int(&node.info, FIRSTS[i], node.firsts[i]);
+  }
+  for (int i = 0; i < extras; i++) { /* rate, bias, skip */
+    if (i == 0 ? !node.rated : one_in(3)) continue;
+    Value* numbers = &in[per_token + 4 + i];
+    new_value(numbers, FLOAT, 1, &H);
+    fill_floats(numbers, 1);
+    for (int64_t h = 0; h < H && i == 0; h++) ((float*)numbers->data)[h] = -fabsf(((float*)numbers->data)[h]);
+    node.changed[per_token + 4 + i] = LAST_AXIS | TYPE | ALIGNMENT;
+  }
+  add_int(&node.info, "squash", node.squash);
+  add_float(&node.info, "least_step", node.least_step), add_float(&node.info, "most_step", node.most_step);
+  copy_value(&in[per_token], &node.state);
+  for (int i = 0; i < per_token + 4; i++)
+    node.changed[i] = TYPE | PRESENCE | ALIGNMENT | (i > per_token ? LAST_AXIS : 0);
+  node.context.input_count = per_token + 4 + extras;
+  node.context.written = 1 << per_token;
+  return node;
+}
+
+static const float* columns_at(const Node* node, int which, int64_t token) {
+  const Value* x = &node->context.inputs[which];
+  return (float*)x->data + token * x->dims[x->rank - 1] + node->firsts[which];
+}
+
+/* One head of one sequence: outputs and the last state, with limits that grow as the rounding of each token may. */
+static void check_head(const Node* node, int64_t b, int64_t h) {
+  const int per_token = per_token_of(node), delta = per_token > R_BETA;
+  const Value *in = node->context.inputs, *state = &in[per_token];
+  const int64_t H = state->dims[1], K = state->dims[2], V = state->dims[3], row = int_of(node, per_token + 3, b);
+  const int64_t begin = int_of(node, per_token + 1, b), end = int_of(node, per_token + 1, b + 1);
+  const float *rate = in[per_token + 4].data, *bias = in[per_token + 5].data,
+              *skip = delta ? NULL : in[per_token + 6].data;
+  const float* y = node->context.outputs[0].data;
+  double S[20], size[20];
+  for (int64_t v = 0; v < V; v++) {
+    for (int64_t k = 0; k < K; k++) {
+      const double before = ((float*)node->state.data)[((row * H + h) * K + k) * V + v];
+      S[k] = int_of(node, per_token + 2, b) ? before : 0, size[k] = fabs(S[k]);
+    }
+    for (int64_t token = begin; token < end; token++) {
+      const float* query = columns_at(node, R_QUERY, token) + h * node->groups / H * K;
+      const float* key = columns_at(node, R_KEY, token) + h * node->groups / H * K;
+      const double value = columns_at(node, R_VALUE, token)[h * V + v];
+      double decay = columns_at(node, R_DECAY, token)[h], change = value, magnitude, answer = 0, answers = 0,
+             queries = 1e-6;
+      double keys = 1e-6, step = 1, read = 0, reads = 0;
+      if (node->rated) {
+        step = fmin(fmax(log1p(exp(decay + (bias ? bias[h] : 0))), node->least_step), node->most_step);
+        decay = step * rate[h];
+      }
+      for (int64_t k = 0; k < K; k++) queries += (double)query[k] * query[k], keys += (double)key[k] * key[k];
+      const double by_query = delta ? 1 / sqrt(queries * (double)K) : 1, by_key = delta ? 1 / sqrt(keys) : 1;
+      for (int64_t k = 0; k < K; k++) {
+        S[k] *= exp(decay), size[k] *= exp(decay);
+        answer += S[k] * key[k] * by_key, answers += size[k] * fabs(key[k] * by_key);
+      }
+      magnitude = fabs(value * step), change *= step;
+      if (delta) {
+        double beta = columns_at(node, R_BETA, token)[h];
+        if (node->squash) beta = 1 / (1 + exp(-beta));
+        change = beta * (value - answer), magnitude = beta * (fabs(value) + answers);
+      }
+      for (int64_t k = 0; k < K; k++) {
+        S[k] += key[k] * by_key * change, size[k] += fabs(key[k] * by_key) * magnitude;
+        read += query[k] * by_query * S[k], reads += fabs(query[k] * by_query) * size[k];
+      }
+      if (skip) read += skip[h] * value, reads += fabs(skip[h] * value);
+      const double found = y[(token * H + h) * V + v];
+      if (!(fabs(found - read) <= 1e-5 * reads + 1e-30))
+        fail("%s: H %d K %d V %d: token %d of sequence %d, head %d, channel %d: %.9g, expected %.9g", node->what,
+             (int)H, (int)K, (int)V, (int)(token - begin), (int)b, (int)h, (int)v, found, read);
+    }
+    for (int64_t k = 0; k < K; k++) {
+      const double found = ((float*)state->data)[((row * H + h) * K + k) * V + v];
+      if (!(fabs(found - S[k]) <= 1e-5 * size[k] + 1e-30))
+        fail("%s: the state of sequence %d is %.9g, expected %.9g", node->what, (int)b, found, S[k]);
+    }
+  }
+}
+
+static void check_recurrence(const Node* node) {
+  const int per_token = per_token_of(node);
+  const Value* state = &node->context.inputs[per_token];
+  const int64_t rows = state->dims[0], elements = rows ? elements_of(state) / rows : 0;
+  for (int64_t row = 0; row < rows; row++) {
+    int touched = 0;
+    for (int64_t b = 0; b < node->B; b++)
+      touched |=
+          int_of(node, per_token + 3, b) == row && int_of(node, per_token + 1, b) < int_of(node, per_token + 1, b + 1);
+    if (!touched && memcmp((float*)state->data + row * elements, (float*)node->state.data + row * elements,
+                           elements * sizeof(float)))
+      fail("%s: row %d of the state changed", node->what, (int)row);
+  }
+  for (int64_t b = 0; b < node->B; b++)
+    for (int64_t h = 0; h < state->dims[1] && int_of(node, per_token + 1, b) < int_of(node, per_token + 1, b + 1); h++)
+      check_head(node, b, h);
+}
+
+/* --- gates and factors ------------------------------------------------------------------------------------------- */
+
+static Node new_gated_norm(void) {
+  Node node = {.what = one_in(3) ? "Scale" : "GatedNorm", .epsilon = 0.01f, .M = one_in(10) ? 0 : random_int(1, 9)};
+  node.op = find_op(node.what);
+  Value* in = node.context.inputs;
+  const int scale = !strcmp(node.what, "Scale"), normed = !one_in(3);
+  const int64_t group = random_int(1, 40), groups = random_int(1, 4), runs = one_in(2) ? groups : 1, C = group * groups;
+  node.channels = C, node.groups = normed ? group : 0, node.run = C / runs, node.period = node.run + random_int(0, 9);
+  node.firsts[0] = scale || one_in(2) ? 0 : random_int(1, 20), node.firsts[1] = one_in(2) ? 0 : random_int(1, 20);
+  node.sigmoid = one_in(3), node.norm_first = one_in(2);
+  const int64_t X = scale ? C : node.firsts[0] + C + random_int(0, 5);
+  const int64_t W = node.firsts[1] + (runs - 1) * node.period + node.run + random_int(0, 5);
+  new_value(&in[0], FLOAT, 3, (int64_t[]){1, node.M, X});
+  fill_floats(&in[0], powf(10, (float)random_int(-2, 2)));
+  node.changed[0] = TYPE | PRESENCE | ALIGNMENT;
+  Value* weight = &in[scale ? 1 : 2];
+  if (scale || one_in(2)) {
+    const int64_t elements = scale ? (one_in(2) ? C : 1) : one_in(2) ? C : normed ? group : C;
+    new_value(weight, FLOAT, 1, &elements);
+    fill_floats(weight, 1);
+    node.changed[scale ? 1 : 2] = TYPE | ALIGNMENT | (scale ? PRESENCE : 0);
+  }
+  node.context.input_count = scale ? 2 : 3;
+  if (scale) return node;
+  new_value(&in[1], FLOAT, 3, (int64_t[]){1, node.M, W});
+  fill_floats(&in[1], powf(10, (float)random_int(-2, 1)));
+  node.changed[1] = TYPE | PRESENCE | ALIGNMENT;
+  add_int(&node.info, "channels", C), add_int(&node.info, "x_first", node.firsts[0]);
+  add_int(&node.info, "first", node.firsts[1]), add_int(&node.info, "run", node.run);
+  add_int(&node.info, "period", node.period), add_int(&node.info, "group", node.groups);
+  add_int(&node.info, "sigmoid", node.sigmoid), add_int(&node.info, "norm_first", node.norm_first);
+  add_float(&node.info, "epsilon", node.epsilon);
+  return node;
+}
+
+static void check_scale(const Node* node) {
+  const Value *x = &node->context.inputs[0], *factors = &node->context.inputs[1];
+  const int64_t C = x->dims[2], several = elements_of(factors) > 1;
+  for (int64_t i = 0; i < elements_of(x); i++) {
+    const float expected = ((float*)x->data)[i] * ((float*)factors->data)[several ? i % C : 0];
+    const float found = ((float*)node->context.outputs[0].data)[i];
+    if (!same_float(found, expected)) fail("Scale: element %d: %g, expected %g", (int)i, found, expected);
+  }
+}
+
+static void check_gated_norm(const Node* node) {
+  const Value *in = node->context.inputs, *weight = &in[2];
+  const int64_t C = node->channels, group = node->groups ? node->groups : C;
+  for (int64_t token = 0; token < node->M; token++)
+    for (int64_t begin = 0; begin < C; begin += group) {
+      double squares = 0, products[160];
+      for (int64_t i = 0; i < group; i++) {
+        const int64_t at = begin + i;
+        const double x = ((float*)in[0].data)[token * in[0].dims[2] + node->firsts[0] + at];
+        const double gate =
+            ((float*)in[1]
+                 .data)[token * in[1].dims[2] + node->firsts[1] + at / node->run * node->period + at % node->run];
+        products[i] = x * (node->sigmoid ? 1 : gate) / (1 + exp(-gate));
+        squares += node->norm_first ? x * x : products[i] * products[i];
+      }
+      for (int64_t i = 0; i < group; i++) {
+        double expected = products[i];
+        if (node->groups) {
+          expected /= sqrt(squares / (double)group + node->epsilon);
+          if (weight->present) expected *= ((float*)weight->data)[elements_of(weight) == C ? begin + i : i];
+        }
+        const float found = ((float*)node->context.outputs[0].data)[token * C + begin + i];
+        if (!(fabs(found - expected) <= 2 * MADE * fabs(expected) + 1e-30))
+          fail("GatedNorm: channel %d of token %d: %g, expected %g", (int)(begin + i), (int)token, found, expected);
+      }
+    }
 }
 
 /* --- experts ---------------------------------------------------------------------------------------------------- */
@@ -879,6 +1143,8 @@ enum {
   SINES,
   KEY_SCALE,
   VALUE_SCALE,
+  QUERY_NORM,
+  KEY_NORM,
   INPUTS
 };
 enum { NO_ROPE, HALVES, INTERLEAVED };
@@ -953,9 +1219,9 @@ static Node new_attention(void) {
     for (int64_t i = counts[b] ? used : 0; i < node.columns; i++)
       if (one_in(2)) table[b * node.columns + i] = one_in(2) ? -1 : INT32_MAX;
   }
-  const int64_t table_rows = positions + random_int(0, 5);
+  const int64_t table_rows = positions + random_int(0, 5), half = one_in(3) ? random_int(1, node.D / 2) : node.D / 2;
   for (int i = COSINES; i <= SINES && node.rotary; i++) {
-    new_value(&in[i], FLOAT, 2, (int64_t[]){table_rows, node.D / 2});
+    new_value(&in[i], FLOAT, 2, (int64_t[]){table_rows, half});
     fill_floats(&in[i], 0.7f);
     node.changed[i] = ALL;
   }
@@ -964,6 +1230,12 @@ static Node new_attention(void) {
     const float unit = node.bits == 8 ? 1e-3f : 1e-2f;
     for (int64_t j = 0; j < kv_width; j++) ((float*)in[i].data)[j] = (float)random_int(10, 40) * unit;
     node.changed[i] = ALL;
+  }
+  node.epsilon = 0.01f;
+  for (int i = QUERY_NORM, some = one_in(2); i <= KEY_NORM && some; i++) {
+    new_value(&in[i], FLOAT, 1, &node.D);
+    fill_floats(&in[i], 1);
+    node.changed[i] = LAST_AXIS | TYPE | ALIGNMENT;
   }
   if (one_in(8)) { /* values whose results are not compared */
     const float extremes[] = {NAN, INFINITY, -INFINITY, FLT_MAX, 1e-42f};
@@ -981,21 +1253,26 @@ static Node new_attention(void) {
   add_float(&node.info, "scale", node.scale);
   add_int(&node.info, "do_rotary", node.rotary != NO_ROPE);
   add_int(&node.info, "rotary_interleaved", node.rotary == INTERLEAVED);
-  add_float(&node.info, "softcap", node.softcap);
+  add_float(&node.info, "softcap", node.softcap), add_float(&node.info, "epsilon", node.epsilon);
   add_int(&node.info, "local_window_size", node.window);
   return node;
 }
 
-static void rotated(const Node* node, const float* from, int64_t position, double* to) {
+static void rotated(const Node* node, const float* from, int norm, int64_t position, double* to) {
   const Value* in = node->context.inputs;
-  const int64_t half = node->D / 2;
-  for (int64_t i = 0; i < node->D; i++) to[i] = from[i];
-  for (int64_t i = 0; i < half && node->rotary; i++) {
+  const int64_t half = node->rotary ? in[COSINES].dims[1] : 0;
+  double squares = 0;
+  for (int64_t i = 0; i < node->D; i++) squares += (double)from[i] * from[i];
+  const double inverse = 1 / sqrt(squares / (double)node->D + node->epsilon);
+  for (int64_t i = 0; i < node->D; i++)
+    to[i] = in[norm].present ? from[i] * inverse * ((float*)in[norm].data)[i] : from[i];
+  for (int64_t i = 0; i < half; i++) {
     const double c = ((float*)in[COSINES].data)[position * half + i], s = ((float*)in[SINES].data)[position * half + i];
     const int64_t first = node->rotary == INTERLEAVED ? 2 * i : i;
     const int64_t other = node->rotary == INTERLEAVED ? 2 * i + 1 : half + i;
-    to[first] = from[first] * c - from[other] * s;
-    to[other] = from[other] * c + from[first] * s;
+    const double a = to[first], b = to[other];
+    to[first] = a * c - b * s;
+    to[other] = b * c + a * s;
   }
 }
 
@@ -1028,7 +1305,7 @@ static void check_cache(const Node* node) {
                                                  node->heads * D + side * kv_width + head * D
                                            : (float*)in[side ? VALUE : KEY].data + token * kv_width + head * D;
           for (int64_t i = 0; i < D; i++) expected[i] = from[i];
-          if (!side) rotated(node, from, position, expected);
+          if (!side) rotated(node, from, KEY_NORM, position, expected);
           for (int64_t i = 0; i < D; i++) {
             double wanted = expected[i], limit = 1e-5 * (1 + fabs(wanted));
             const double found = stored(node, &in[KEY_CACHE + side], at * D, i);
@@ -1063,7 +1340,7 @@ static void check_attention(Node* node) {
       for (int64_t h = 0; h < node->heads; h += step) {
         const int64_t head = h / group, position = int_of(node, FIRST, b) + s, token = int_of(node, OFFSETS, b) + s;
         double query[80], scores[448], y[80] = {0}, max = -INFINITY, sum = 0, largest = 0;
-        rotated(node, (float*)in[QUERY].data + token * stride + h * D, position, query);
+        rotated(node, (float*)in[QUERY].data + token * stride + h * D, QUERY_NORM, position, query);
         const int64_t first = node->window && position + 1 > node->window ? position + 1 - node->window : 0;
         for (int64_t t = first; t <= position; t++) {
           const int64_t at = entry_of(node, b, head, t) * D;
@@ -1099,9 +1376,18 @@ static int64_t malformed_int(const char* name) {
   return PICK(0, -1, INT64_MIN, INT64_MAX, INT64_C(1) << 40, INT64_C(1) << 31, -32);
 }
 
+/* Of operators that say themselves how theirs are malformed. */
+static int is_own(const char* attribute) {
+  static const char* const NAMES[] = {"gated", "silu",   "squash", "least_step", "most_step", "channels",
+                                      "run",   "period", "group",  "sigmoid",    "norm_first"};
+  int found = strstr(attribute, "first") != NULL;
+  for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++) found |= !strcmp(attribute, NAMES[i]);
+  return found;
+}
+
 static int is_optional(const char* attribute) {
   return !strncmp(attribute, "do_", 3) || !strncmp(attribute, "rotary", 6) || !strcmp(attribute, "epsilon") ||
-         !strcmp(attribute, "softcap") || !strcmp(attribute, "local_window_size");
+         !strcmp(attribute, "softcap") || !strcmp(attribute, "local_window_size") || is_own(attribute);
 }
 
 /* Breaks one thing of a node; says what, or NULL if the thing cannot be broken. */
@@ -1151,7 +1437,7 @@ static const char* malform(Node* node, int64_t thing) {
       return "another half_scales";
     }
     if (!strncmp(attribute->name, "do_", 3) || !strncmp(attribute->name, "rotary", 6) ||
-        strstr(attribute->name, "symmetric") || !strcmp(attribute->name, "offset"))
+        strstr(attribute->name, "symmetric") || !strcmp(attribute->name, "offset") || is_own(attribute->name))
       return NULL;
     if (attribute->is_float) {
       const float bad[] = {NAN, -1.0f, -INFINITY};
@@ -1187,29 +1473,44 @@ static const char* malform(Node* node, int64_t thing) {
     }
   }
   if (!strcmp(node->what, "CausalConv")) {
-    const int64_t b = random_int(0, node->B ? node->B - 1 : 0), rows = context->inputs[CONV_STATE].dims[0];
-    int32_t* offsets = context->inputs[CONV_OFFSETS].data;
-    switch (node->B ? random_int(0, 3) : 3) {
-      case 0: {
-        ((int32_t*)context->inputs[CONV_STARTS].data)[b] = (int32_t)PICK(-1, INT32_MIN);
-        return "a malformed start";
-      }
-      case 1: {
-        const int64_t wrong[] = {-1, INT32_MIN, offsets[node->B] + (int64_t)1, INT32_MAX};
-        offsets[random_int(0, node->B)] = (int32_t)wrong[random_int(0, 3)];
-        return "a malformed offset";
-      }
-      case 2: {
-        const int64_t wrong[] = {-1, INT32_MIN, rows, INT32_MAX};
-        ((int32_t*)context->inputs[CONV_SLOTS].data)[b] = (int32_t)wrong[random_int(0, 3)];
-        return "a malformed slot";
-      }
-      default: {
-        const int64_t C = context->inputs[CONV_WEIGHT].dims[1];
-        release_value(&context->inputs[CONV_WEIGHT]), release_value(&context->inputs[CONV_STATE]);
-        new_taps(node, PICK(1, 17, 40), rows, C);
-        return "a malformed number of taps";
-      }
+    const int64_t rows = context->inputs[CONV_STATE].dims[0];
+    if (node->B && !one_in(4)) return malform_sequences(node, CONV_OFFSETS, rows);
+    if (one_in(2) && !node->gated) { /* the last channel is not there */
+      Attribute* first = &node->info.attributes[0];
+      const Value* x = &context->inputs[CONV_X];
+      first->i = PICK(x->dims[x->rank - 1] - context->inputs[CONV_WEIGHT].dims[1] + 1, -1, INT64_MIN, INT64_MAX);
+      return "a malformed first column";
+    }
+    const int64_t C = context->inputs[CONV_WEIGHT].dims[1];
+    release_value(&context->inputs[CONV_WEIGHT]), release_value(&context->inputs[CONV_STATE]);
+    new_taps(node, PICK(1, 17, 40), rows, C);
+    return "a malformed number of taps";
+  }
+  if (is_recurrence(node)) {
+    const int per_token = per_token_of(node);
+    if (node->B && !one_in(3)) return malform_sequences(node, per_token + 1, context->inputs[per_token].dims[0]);
+    const int which = (int)random_int(0, per_token - 1);
+    const Value* x = &context->inputs[which];
+    node->info.attributes[1 + which].i =
+        PICK(x->dims[x->rank - 1] - columns_of(node, which) + 1, -1, INT64_MIN, INT64_MAX);
+    return "a malformed first column";
+  }
+  if (!strcmp(node->what, "GatedNorm")) {
+    const Value *x = &context->inputs[0], *gate = &context->inputs[1];
+    Attribute* attributes = node->info.attributes;
+    switch (random_int(0, 3)) {
+      case 0:
+        attributes[0].i = PICK(-1, x->dims[x->rank - 1] - node->firsts[0] + 1, INT64_MIN, INT64_MAX);
+        return "a malformed number of channels";
+      case 1:
+        attributes[1].i = PICK(-1, x->dims[x->rank - 1] - node->channels + 1, INT64_MIN, INT64_MAX);
+        return "a malformed first column";
+      case 2:
+        attributes[2].i = PICK(-1, gate->dims[gate->rank - 1], INT64_MIN, INT64_MAX);
+        return "a malformed first column of the gate";
+      default:
+        attributes[4].i = PICK(node->run - 1, INT64_MIN, node->channels > node->run ? INT64_MAX : -1);
+        return "a malformed period";
     }
   }
   if (!strcmp(node->what, "BlockGather") && elements_of(&context->inputs[0])) {
@@ -1354,7 +1655,8 @@ static Node new_node(int64_t op) {
   if (op < 11) return op == 9 ? new_norm_rows() : new_conv();
   if (op == 11) return new_experts();
   if (op == 12) return new_block_experts();
-  return op == 13 ? new_float_linear() : new_choice();
+  if (op < 15) return op == 13 ? new_float_linear() : new_choice();
+  return op == 15 ? new_recurrence() : new_gated_norm();
 }
 static void check_node(Node* node) {
   write_results(node);
@@ -1376,6 +1678,12 @@ static void check_node(Node* node) {
     check_float_linear(node);
   else if (!strcmp(node->what, "ChooseExperts"))
     check_choice(node);
+  else if (is_recurrence(node))
+    check_recurrence(node);
+  else if (!strcmp(node->what, "GatedNorm"))
+    check_gated_norm(node);
+  else if (!strcmp(node->what, "Scale"))
+    check_scale(node);
   else
     check_linear(node);
 }
@@ -1386,7 +1694,8 @@ static int64_t random_thing(const Node* node) {
   const int64_t inputs = (int64_t)node->context.input_count, thing = random_int(0, inputs + 1);
   const int checks_values = !strcmp(node->what, "CachedAttention") || !strcmp(node->what, "BlockGather") ||
                             !strcmp(node->what, "QuantizeActivations") || !strcmp(node->what, "NormRows") ||
-                            !strcmp(node->what, "CausalConv") || strstr(node->what, "Experts");
+                            !strcmp(node->what, "CausalConv") || strstr(node->what, "Experts") ||
+                             is_recurrence(node) || !strcmp(node->what, "GatedNorm");
   if (checks_values && one_in(2)) return MOST_INPUTS + 1;
   return thing < inputs ? thing : MOST_INPUTS + thing - inputs;
 }
@@ -1404,14 +1713,15 @@ static void run_case(int64_t counts[4]) {
     counts[1]++;
     return;
   }
-  Node node = new_node(random_int(0, 14));
+  Node node = new_node(random_int(0, 16));
   const int64_t way = random_int(0, 9);
   use_threads = one_in(12);
   choose_threads_at_start = running_case % 4 == 0;
   constant_inputs = one_in(2) ? next_random() : 0;
   runs = is_linear(&node) && one_in(4) ? 3 : 1;
   /* That one counts what it clips, and this one goes on with its state. */
-  const int once = !strcmp(node.what, "QuantizeActivations") || !strcmp(node.what, "CausalConv");
+  const int once =
+      !strcmp(node.what, "QuantizeActivations") || !strcmp(node.what, "CausalConv") || is_recurrence(&node);
   copies = !once && one_in(4) ? 2 : 1;
   if (way < 5) {
     expect_success(&node, run_node(node.op, &node.info, &node.context));

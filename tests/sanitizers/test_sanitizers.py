@@ -265,6 +265,72 @@ DEFECTS = {
     "the last outputs of a router are a whole vector": Defect(
         "float_linear.c", "left < LANES ? left : LANES;", "left < 0 ? left : LANES;", "heap-buffer-overflow"
     ),
+    "the state keeps what is convolved without its gate": Defect(
+        "causal_conv.c", "window[K - 1] *= factor;", "", "CausalConv.*(expected|last tokens)"
+    ),
+    "the first column of a convolution is not checked": Defect(
+        "causal_conv.c", "|| x.dims[x.rank - 1] - C < k->first)", ")", "AddressSanitizer|accepted|SEGV|runtime error"
+    ),
+    "the sign of a decay": Defect(
+        "recurrence.c", "factor = vexp(decay)", "factor = vexp(-decay)", "(GatedDelta|SelectiveScan).*expected"
+    ),
+    "a time step without its bias": Defect(
+        "recurrence.c",
+        "w->bias ? decay + splat(w->bias[head]) : decay",
+        "decay",
+        "(GatedDelta|SelectiveScan).*expected",
+    ),
+    "a time step without softplus": Defect(
+        "recurrence.c", "step = softplus(", "step = (", "(GatedDelta|SelectiveScan).*expected"
+    ),
+    "a time step beyond its bounds": Defect(
+        "recurrence.c", "vmin(splat(k->most_step)", "vmax(splat(k->most_step)", "(GatedDelta|SelectiveScan).*expected"
+    ),
+    "a value is not multiplied by its time step": Defect(
+        "recurrence.c", "change[v] *= step;", ";", "SelectiveScan.*expected"
+    ),
+    "beta is no sigmoid": Defect(
+        "recurrence.c", "beta = sigmoid(beta);", "beta = beta + beta;", "GatedDelta.*expected"
+    ),
+    "what is skipped is the next head's": Defect(
+        "recurrence.c", "splat(w->skip[head])", "splat(w->skip[(head + 1) % H])", "SelectiveScan.*expected"
+    ),
+    "a head reads the keys of a neighbour": Defect(
+        "recurrence.c", "group = head * w->G / H", "group = head % w->G", "(GatedDelta|SelectiveScan).*expected"
+    ),
+    "a recurrence begins with what its row of the state held": Defect(
+        "recurrence.c", "fresh = !w->starts[sequence]", "fresh = 0", "(GatedDelta|SelectiveScan).*expected"
+    ),
+    "the row of a recurrence's state is a neighbour's": Defect(
+        "recurrence.c", "w->slots[sequence] * w->H", "sequence * w->H", "(GatedDelta|SelectiveScan).*(expected|changed)"
+    ),
+    "the first columns of a recurrence are not checked": Defect(
+        "recurrence.c",
+        "in[i].dims[in[i].rank - 1] - needed[i] < k->first[i]",
+        "0",
+        "AddressSanitizer|accepted|SEGV|overflow",
+    ),
+    "a gate is applied on the other side of the norm": Defect(
+        "gated_norm.c", "k->norm_first ? given : product", "k->norm_first ? product : given", "GatedNorm.*expected"
+    ),
+    "the gate of a run is that of the first": Defect(
+        "gated_norm.c", "gate + run * k->period", "gate", "GatedNorm.*expected"
+    ),
+    "the columns of a gate are not checked": Defect(
+        "gated_norm.c", "gate.dims[gate.rank - 1] < end", "gate.dims[gate.rank - 1] < 1", "accepted|AddressSanitizer"
+    ),
+    "keys are normalized with the weight of queries": Defect(
+        "cached_attention.c",
+        "rotate(w, w->key + token, w->key_norm",
+        "rotate(w, w->key + token, w->query_norm",
+        "CachedAttention.*expected",
+    ),
+    "channels that do not turn are lost": Defect(
+        "cached_attention.c",
+        "memcpy(to + 2 * half, from + 2 * half, (w->D - 2 * half) * sizeof(float));",
+        "if (!half) memcpy(to, from, w->D * sizeof(float));",
+        "CachedAttention.*expected",
+    ),
     "an index may be one too large": Defect(
         "experts.h", "r->index[i] >= r->experts", "r->index[i] > r->experts", "accepted|overflow"
     ),

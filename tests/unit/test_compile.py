@@ -51,6 +51,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
     matched = {report.name: report.matched for report in record.passes}
     assert matched == {
         "rotary_tables": 2 * LAYERS,
+        "folded": 0,
         "linears": 7 * LAYERS + 1,
         "merge_linears": 2 * LAYERS,
         "cached_attention": LAYERS,
@@ -67,6 +68,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "linear_kernels": 4 * LAYERS + 1,
         "greedy_head": 0,
         "linear_inputs": 0,
+        "gated_norms": LAYERS,  # gates of linears that are not native
         "norm_rows": 0,
         "embedding": 0,
     }

@@ -20,14 +20,16 @@ pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupporte
 SLOTS = 5
 
 
-def session(weight: Matrix, bias: Matrix | None = None, threads: int = 1) -> ort.InferenceSession:
-    """``weight [K, C]``."""
+def session(
+    weight: Matrix, bias: Matrix | None = None, *, threads: int = 1, width: int = 0, **attributes: int
+) -> ort.InferenceSession:
+    """``weight [K, C]``. ``width``: columns of x, 0: C."""
     taps, channels = weight.shape
-    x = value("x", ["batch", "tokens", channels])
+    x = value("x", ["batch", "tokens", width or channels])
     state = value("state", [SLOTS, taps - 1, channels])
     whole = [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
     parameters = [parameter("conv.weight", weight), None if bias is None else parameter("conv.bias", bias)]
-    node = ir.node("CausalConv", [x, *parameters, state, *whole], domain=DOMAIN)
+    node = ir.node("CausalConv", [x, *parameters, state, *whole], attributes=attributes, domain=DOMAIN)
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     model = model_of([x, state, *whole], [named("y", node.outputs[0])])
     model.opset_imports[DOMAIN] = 1
@@ -73,6 +75,34 @@ def test_a_sequence_is_convolved_from_zeros_whatever_its_slot_held(taps: int, ch
     assert np.isnan(state[[0, 1, 2, 4]]).all()
     kept = np.concatenate([np.zeros((taps - 1, channels), np.float32), x])[-(taps - 1) :]
     assert (state[3] == kept).all()
+
+
+@pytest.mark.parametrize("channels", [16, 300, 7])
+def test_gates_are_parts_of_the_same_tokens(channels: int) -> None:
+    """A factor before, a factor after, and what is convolved; the state is of the product."""
+    weight, x = random(3, channels, seed=1), random(9, 3 * channels, seed=2)
+    before, after, given = np.split(x, 3, 1)
+    state = np.full((SLOTS, 2, channels), np.nan, np.float32)
+    y = run(session(weight, width=3 * channels, gated=1), x, state, [9], [0], [3])
+    np.testing.assert_allclose(y, after * convolved(before * given, weight, None), rtol=1e-5, atol=1e-5)
+    assert (state[3] == (before * given)[-2:]).all()
+
+
+@pytest.mark.parametrize(("channels", "first", "width"), [(16, 0, 16), (40, 7, 47), (5, 3, 30)])
+def test_columns_are_read_where_they_lie_and_pass_silu(channels: int, first: int, width: int) -> None:
+    weight, bias, x = random(4, channels, seed=1), random(channels, seed=3), np.full((9, width), np.nan, np.float32)
+    x[:, first : first + channels] = random(9, channels, seed=2)
+    state = np.full((SLOTS, 3, channels), np.nan, np.float32)
+    y = run(session(weight, bias, width=width, first=first, silu=1), x, state, [9], [0], [3])
+    expected = convolved(x[:, first : first + channels], weight, bias)
+    np.testing.assert_allclose(y, expected / (1 + np.exp(-expected)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("first", "gated"), [(1, 0), (0, 1)])
+def test_tokens_without_all_channels_are_refused(first: int, gated: int) -> None:
+    state = np.zeros((SLOTS, 2, 16), np.float32)
+    with pytest.raises(Exception, match="where W has all channels"):
+        run(session(random(3, 16), first=first, gated=gated), random(3, 16), state, [3], [0], [0])
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,7 +18,7 @@ from engines.kernels.operators import DOMAIN, OPERATORS
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tests import recurrences
-from tests.lowering import model_of, named, value
+from tests.lowering import model_of, named, parameter, value
 from tests.native import Array, Matrix
 from tests.recurrences import Double
 
@@ -66,10 +66,10 @@ def per_token(operator: str) -> list[str]:
 
 @cache
 def session(operator: str, shape: Shape, threads: int = 1) -> ort.InferenceSession:
-    inputs = [value(name, ["batch", "tokens", *shape.of_token(name)]) for name in per_token(operator)]
+    inputs = [value(name, ["batch", "tokens", int(np.prod(shape.of_token(name)))]) for name in per_token(operator)]
     inputs.append(value("state", [SLOTS, *shape.state]))
     inputs += [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
-    node = ir.node(operator, inputs, domain=DOMAIN)
+    node = ir.node(operator, inputs, attributes={"groups": shape.groups}, domain=DOMAIN)
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     model = model_of(inputs, [named("y", node.outputs[0])])
     model.opset_imports[DOMAIN] = 1
@@ -84,8 +84,8 @@ def run(
     starts: list[int],
     slots: list[int],
 ) -> Matrix:
-    """``tokens``: each ``[M, ..]``; ``state`` is changed in place."""
-    held = {name: np.ascontiguousarray(array[None]) for name, array in tokens.items()} | {"state": state}
+    """``tokens``: each ``[M, ..]``; ``state`` is changed in place. Returns ``[M, H, V]``."""
+    held = {name: array.reshape(1, len(array), -1) for name, array in tokens.items()} | {"state": state}
     for name, numbers in {"offsets": np.cumsum([0, *counts]), "starts": starts, "slots": slots}.items():
         held[name] = np.array(numbers, np.int32)  # pyright: ignore[reportArgumentType]
     binding = opened.io_binding()
@@ -93,7 +93,8 @@ def run(
         binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
     binding.bind_output("y", "cpu")
     opened.run_with_iobinding(binding)
-    return binding.copy_outputs_to_cpu()[0][0]
+    y = binding.copy_outputs_to_cpu()[0][0]
+    return y.reshape(len(y), state.shape[1], state.shape[3])
 
 
 def drawn(operator: str, shape: Shape, count: int, seed: int) -> dict[str, Matrix]:
@@ -201,3 +202,77 @@ def test_inputs_of_another_shape_are_refused(operator: str, name: str) -> None:
     tokens[name] = tokens[name][:2]
     with pytest.raises(Exception, match="a recurrence: "):
         run(session(operator, Shape()), tokens, unknown(Shape()), [3], [0], [0])
+
+
+# Of what is computed with a recurrence: the numbers of each head, and the bounds of a time step.
+H, G, K, V = 4, 2, 16, 24
+BOUNDS = {"least_step": 0.4, "most_step": 0.9}
+
+
+def fused(operator: str, widths: dict[str, int], firsts: dict[str, int], **settings: float) -> ort.InferenceSession:
+    """All inputs of a token are columns of tensors of these ``widths``, from ``firsts`` on."""
+    inputs = [value(name, ["batch", "tokens", widths[name]]) for name in per_token(operator)]
+    inputs.append(value("state", [SLOTS, H, K, V]))
+    inputs += [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
+    names = [argument.name for argument in OPERATORS[operator].inputs]
+    numbers = [parameter(f"a.{name}", heads(name)) for name in names[names.index("slots") + 1 :]]
+    attributes = {"groups": G, **{f"{name}_first": first for name, first in firsts.items()}, **settings}
+    node = ir.node(operator, [*inputs, *numbers], attributes=attributes, domain=DOMAIN)
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    model = model_of(inputs, [named("y", node.outputs[0])])
+    model.opset_imports[DOMAIN] = 1
+    return open_session(ir.to_proto(model).SerializeToString(), cpu_options(1, library(), [operator]))
+
+
+def heads(name: str) -> Matrix:
+    numbers = {"rate": [-1.5, -0.3, -0.01, -4], "bias": [0.5, -2, 1, 0], "skip": [1, -0.5, 2, 0]}
+    return np.array(numbers[name], np.float32)
+
+
+@pytest.mark.parametrize("bounds", [{}, BOUNDS], ids=["any step", "steps within bounds"])
+@pytest.mark.parametrize("operator", DEFINITIONS)
+def test_time_steps_rates_and_gates_are_computed_with_the_recurrence(operator: str, bounds: dict[str, float]) -> None:
+    """Of columns that lie between others: those that are not its own are NaN."""
+    shape = Shape(H, G, K, V)
+    tokens = drawn(operator, shape, 21, 5)
+    raw = np.random.default_rng(6).standard_normal((21, H)).astype(np.float32) * 3
+    tokens["decay"] = raw
+    firsts = {name: 3 + 2 * n for n, name in enumerate(tokens)}
+    spread: dict[str, Matrix] = {}
+    for name, array in tokens.items():
+        flat = array.reshape(21, -1)
+        spread[name] = np.full((21, flat.shape[1] + firsts[name] + 5), np.nan, np.float32)
+        spread[name][:, firsts[name] : firsts[name] + flat.shape[1]] = flat
+    widths = {name: array.shape[1] for name, array in spread.items()}
+    opened = fused(operator, widths, firsts, squash=1, **bounds)
+    y = run(opened, spread, unknown(shape), [21], [0], [3])
+    step = np.log1p(np.exp(raw.astype(np.float64) + heads("bias")))
+    step = step.clip(bounds.get("least_step", 0), bounds.get("most_step", np.inf))
+    given: dict[str, Array] = {**tokens, "decay": step * heads("rate")}
+    skipped: Array = np.zeros((21, H, V))
+    if operator == "GatedDelta":
+        given["beta"] = 1 / (1 + np.exp(-tokens["beta"].astype(np.float64)))
+    else:
+        given["value"] = tokens["value"] * step[:, :, None]
+        skipped = tokens["value"] * heads("skip")[:, None]
+    np.testing.assert_allclose(y, DEFINITIONS[operator](*given.values())[0] + skipped, rtol=2e-5, atol=2e-5)
+
+
+def test_softplus_keeps_small_steps_and_large_ones() -> None:
+    """Sequences of one token whose value, key and query are ones: what is read is the time step."""
+    raw = np.concatenate([np.linspace(-80, 80, 2001), [0.0, 1e-30, -1e-3, 19.9, 20.1]]).astype(np.float32)
+    inputs = [value(name, ["batch", "tokens", 1]) for name in per_token("SelectiveScan")]
+    inputs.append(value("state", ["slots", 1, 1, 1]))
+    inputs += [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
+    rate = parameter("a.rate", np.full(1, -1, np.float32))
+    node = ir.node("SelectiveScan", [*inputs, rate], attributes={"groups": 1}, domain=DOMAIN)
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    model = model_of(inputs, [named("y", node.outputs[0])])
+    model.opset_imports[DOMAIN] = 1
+    opened = open_session(ir.to_proto(model).SerializeToString(), cpu_options(1, library(), ["SelectiveScan"]))
+    ones = np.ones((len(raw), 1), np.float32)
+    tokens = {"value": ones, "query": ones, "key": ones, "decay": raw[:, None]}
+    count = len(raw)
+    state = np.zeros((count, 1, 1, 1), np.float32)
+    y = run(opened, tokens, state, [1] * count, [0] * count, list(range(count))).ravel()
+    np.testing.assert_allclose(y, np.logaddexp(0, raw.astype(np.float64)), rtol=5e-7)

@@ -3,7 +3,9 @@
     Attention(Rotary(Transpose(Reshape(q))), Rotary(…k), Transpose(Reshape(v)), mask, past…)
         ->  CachedAttention(q, k, v, past…, offsets, starts, block_table, cos, sin[, scales])
 
-Where q, k and v are the parts of one merged linear, its output is passed packed and the Split is removed.
+Rotary of the first channels of heads, with the others as they are (Concat, Slice), and an RMSNorm of each head of
+queries and keys before it go into the operator, too. Where q, k and v are the parts of one merged linear, its output is
+passed packed and the Split is removed.
 
 The graph inputs change: the tokens of all sequences are packed one after the other, those of sequence b from
 ``offsets[b]`` to ``offsets[b + 1] - 1``, at positions from ``starts[b]``; ``block_table [B, M]`` says in which blocks
@@ -22,6 +24,7 @@ half, each as ``clip(round(x / scale), -8, 7) + 8``, ties to even.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -47,6 +50,7 @@ from tapeout.operators import layer_of_node
 from tapeout.operators.attention import AttentionNode, is_attention
 
 FLOAT_CACHES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}  # of caches without scales, by float type
+BEFORE_NORMS = 12  # inputs of the operator
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -91,18 +95,22 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
     note = "no rotary node right before it; what turns its queries and keys, if anything, stays in the graph"
     if lowering.graph.rotary == "none":
         note = ""
-    rotary_q, rotary_k = producer_of(query, "RotaryEmbedding"), producer_of(key, "RotaryEmbedding")
+    turned_q, turned_k = _rotary(query), _rotary(key)
     interleaved = 0
-    if rotary_q is not None and rotary_k is not None:
-        note = _not_foldable(rotary_q, rotary_k, head_size)
+    if turned_q is not None and turned_k is not None:
+        (rotary_q, source_q), (rotary_k, source_k) = turned_q, turned_k
+        note = _not_foldable(rotary_q, rotary_k, dimension(rotary_q.inputs[0], 3))
         if not note:
             cos, sin, interleaved = *rotary_q.inputs[1:3], attribute(rotary_q, "interleaved", 0)
-            query, key = rotary_q.inputs[0], rotary_k.inputs[0]
-            assert query is not None and key is not None
+            query, key = source_q, source_k
+    norms = [norm for value4d in (query, key) if (norm := _norm(value4d, head_size)) is not None]
+    if len(norms) != 2 or norms[0].epsilon != norms[1].epsilon:
+        norms = []
     created: list[ir.Node] = []
+    sources = [(norm.source, norm.by_token) for norm in norms] or [(query, False), (key, False)]
     flat = [
-        _flatten(model, value4d, count * head_size, created)
-        for value4d, count in ((query, heads), (key, kv_heads), (value, kv_heads))
+        _flatten(model, source, count * head_size, created, by_token)
+        for (source, by_token), count in zip((*sources, (value, False)), (heads, kv_heads, kv_heads), strict=True)
     ]
     notes = [note] if note else []
     packed = _packed(flat)
@@ -128,6 +136,9 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
             scale = lowering.kv_scales[name].reshape(1, kv_heads, 1, head_size).astype(np.float32)
             inputs.append(constant(model, name, np.ascontiguousarray(scale)))
         element, columns = {8: (ir.DataType.INT8, head_size), 4: (ir.DataType.UINT8, head_size // 2)}[lowering.kv_bits]
+    if norms:
+        inputs += [*[None] * (BEFORE_NORMS - len(inputs)), *(norm.weight for norm in norms)]
+        attributes["epsilon"] = norms[0].epsilon
     for past in (past_key, past_value):
         past.shape, past.type = ir.Shape(["blocks", kv_heads, "block_tokens", columns]), ir.TensorType(element)
     output = new_value(f"layers.{layer}.attention")
@@ -138,6 +149,61 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
         model.graph.outputs.remove(present)
     remove_dead(model, [node])
     return notes
+
+
+def _rotary(value: ir.Value) -> tuple[ir.Node, ir.Value] | None:
+    """The rotary node behind a value ``[B, H, S, D]``, and what it or its first channels turn."""
+    node = producer_of(value, "RotaryEmbedding")
+    if node is not None and node.inputs[0] is not None:
+        return node, node.inputs[0]
+    joined = producer_of(value, "Concat")
+    if joined is None or len(joined.inputs) != 2 or attribute(joined, "axis", 0) not in (-1, 3):
+        return None
+    node = producer_of(joined.inputs[0], "RotaryEmbedding")
+    first, rest = (
+        producer_of(part, "Slice") for part in (node.inputs[0] if node is not None else None, joined.inputs[1])
+    )
+    if node is None or first is None or rest is None or first.inputs[0] is not rest.inputs[0]:
+        return None
+    source, width = first.inputs[0], dimension(node.inputs[0], 3)
+    if source is None or _part(first) != (0, width) or _part(rest) != (width, dimension(source, 3)):
+        return None
+    return node, source
+
+
+def _part(node: ir.Node) -> tuple[int, int] | None:
+    """The channels of ``[B, H, S, D]`` that a Slice takes: from, to."""
+    constants = [value.const_value if value is not None else None for value in node.inputs[1:]]
+    numbers = [int(tensor.numpy().ravel()[0]) for tensor in constants if tensor is not None and tensor.size == 1]
+    if len(numbers) != len(constants) or len(numbers) < 3 or numbers[2] not in (-1, 3) or numbers[3:] not in ([], [1]):
+        return None
+    width = dimension(node.inputs[0], 3)
+    begin, end, *_ = (number + width if number < 0 else min(number, width) for number in numbers)
+    return begin, end
+
+
+@dataclass(frozen=True)
+class _HeadNorm:
+    """``source``: what is normalized, ``[B, H, S, D]`` or, where it is ``by_token``, ``[B, S, H, D]``."""
+
+    source: ir.Value
+    by_token: bool
+    weight: ir.Value
+    epsilon: float
+
+
+def _norm(value: ir.Value, head_size: int) -> _HeadNorm | None:
+    """The RMSNorm of each head that a value ``[B, H, S, D]`` is, before or after its axes are exchanged."""
+    exchange = producer_of(value, "Transpose")
+    if exchange is not None and list(exchange.attributes["perm"].as_ints()) != [0, 2, 1, 3]:
+        return None
+    norm = producer_of(value if exchange is None else exchange.inputs[0], "RMSNormalization")
+    if norm is None or attribute(norm, "axis", -1) not in (-1, 3):
+        return None
+    source, weight = norm.inputs[:2]
+    if source is None or weight is None or weight.shape is None or list(weight.shape) != [head_size]:
+        return None
+    return _HeadNorm(source, exchange is not None, weight, attribute(norm, "epsilon", 1e-5))
 
 
 def _not_foldable(rotary_q: ir.Node, rotary_k: ir.Node, head_size: int) -> str:
@@ -151,12 +217,15 @@ def _not_foldable(rotary_q: ir.Node, rotary_k: ir.Node, head_size: int) -> str:
     return ""
 
 
-def _flatten(model: ir.Model, value: ir.Value, width: int, created: list[ir.Node]) -> ir.Value:
-    """``[B, H, S, D]`` as ``[B, S, H·D]``: the value it was reshaped from where there is one."""
+def _flatten(model: ir.Model, value: ir.Value, width: int, created: list[ir.Node], by_token: bool) -> ir.Value:
+    """``[B, H, S, D]``, or ``[B, S, H, D]`` where it is ``by_token``, as ``[B, S, H·D]``: what it was reshaped from."""
     transpose = producer_of(value, "Transpose")
-    if transpose is not None and list(transpose.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
-        rows = transpose.inputs[0]
-        assert rows is not None
+    rows = value
+    if not by_token and transpose is not None and list(transpose.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
+        (source,) = transpose.inputs
+        assert source is not None
+        rows, by_token = source, True
+    if by_token:
         reshape = producer_of(rows, "Reshape")
         if reshape is not None:
             source = reshape.inputs[0]

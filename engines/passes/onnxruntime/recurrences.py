@@ -1,27 +1,60 @@
 """Gated delta rules and selective scans become native operators over a pool of state slots.
 
     GatedDelta(value, query, key, decay, beta, mask, past)
-        ->   GatedDelta(value, query, key, decay, beta, state, offsets, starts, slots)
+        ->   GatedDelta(value, query, key, decay, beta, state, offsets, starts, slots, rate, bias)
     SelectiveScan(value, query, key, decay, mask, past)
-        ->   SelectiveScan(value, query, key, decay, state, offsets, starts, slots)
+        ->   SelectiveScan(value, query, key, decay, state, offsets, starts, slots, rate, bias, skip)
 
-The graph inputs change as for short convolutions (``recurrent_conv.py``); the state is ``[slots, H, K, V]``.
+The graph inputs change as for short convolutions (``recurrent_conv.py``); the state is ``[slots, H, K, V]``. Inputs are
+read where they lie, as columns of the linear's or convolution's output that a model splits. What models compute around
+the recurrence is computed with it where it is written as they write it:
+
+    decay = rate * step, step = Clip(Softplus(x + bias))   ->   decay is x, with ``least_step`` and ``most_step``
+    value = x * step, of a selective scan                  ->   value is x
+    y = scan + skip * x, of a selective scan               ->   skip is an input
+    beta = Sigmoid(x)                                      ->   beta is x, with ``squash``
 
 :class:`BuildError` where the kernels have no such operator: the target has no other.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+import numpy as np
 import onnx_ir as ir
 
 from engines.bundle import OFFSETS, SLOTS, STARTS
 from engines.kernels.operators import DOMAIN
-from engines.passes.base import Lowering, PassResult, new_value, remove_dead
+from engines.passes.base import (
+    Lowering,
+    PassResult,
+    dimension,
+    new_value,
+    only_use,
+    producer_of,
+    remove_dead,
+    sizes,
+)
+from engines.passes.onnxruntime.columns import columns_of, flat_columns_of
 from engines.passes.onnxruntime.step_inputs import drop_mask, step_inputs
 from tapeout.errors import BuildError
-from tapeout.operators import layer_of_node
+from tapeout.operators import gated_delta, layer_of_node
 from tapeout.operators.gated_delta import is_gated_delta
 from tapeout.operators.selective_scan import is_selective_scan
+
+PLAIN_ABOVE = 20  # where torch's softplus takes x for log(1 + e^x)
+
+
+@dataclass
+class TimeStep:
+    """A time step, and the numbers ``[H]`` that make of it a decay."""
+
+    value: ir.Value
+    x: ir.Value  # before bias and softplus
+    bias: ir.Value | None
+    rate: ir.Value
+    bounds: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -30,6 +63,7 @@ def run(lowering: Lowering) -> PassResult:
     if not nodes:
         return PassResult(0, ("no recurrence in the graph",))
     where = step_inputs(model, OFFSETS, STARTS, SLOTS)
+    notes: list[str] = []
     for node in nodes:
         name = node.op_type
         if reason := lowering.kernels.unsupported(name):
@@ -38,16 +72,152 @@ def run(lowering: Lowering) -> PassResult:
                 expected="a recurrence that a kernel of the target computes (docs/native-kernels.md)",
                 remedy="build this model for another target",
             )
-        *given, _, past = node.inputs
-        assert past is not None and past.shape is not None
-        past.shape = ir.Shape(["slots", *list(past.shape)[1:]])
-        output = new_value(f"{past.name}.read", node.outputs[0])
-        lowered = ir.node(name, [*given, past, *where], domain=DOMAIN, outputs=[output])
-        model.graph.insert_before(node, lowered)
-        node.outputs[0].replace_all_uses_with(output)
-        model.graph.outputs.remove(node.outputs[1])
-        remove_dead(model, [node])
+        notes += (f"layer {layer_of_node(node)}: {note}" for note in _lower(model, node, where))
         model.functions.pop(("tapeout", name, ""), None)
     drop_mask(model)
     model.opset_imports[DOMAIN] = 1
-    return PassResult(len(nodes))
+    return PassResult(len(nodes), tuple(notes))
+
+
+def _lower(model: ir.Model, node: ir.Node, where: list[ir.Value]) -> list[str]:
+    """Replace one node. Returns what could not be computed with it."""
+    value, query, key, decay, *betas, _, past = node.inputs
+    assert value is not None and query is not None and key is not None and decay is not None
+    assert past is not None and past.shape is not None
+    scans, notes = node.op_type != gated_delta.NAME, list[str]()
+    attributes: dict[str, int | float] = {"groups": dimension(key, 2)}
+    step, skip, output = _step_of(decay), None, node.outputs[0]
+    if step is not None and scans:
+        unscaled = _factor(value, step.value)
+        if unscaled is None:
+            step = None
+        else:
+            value = unscaled
+            if found := _skip_of(output, value):
+                skip, output = found
+    if step is None:
+        notes.append("its time step is not a softplus of a linear's output; computed outside of the recurrence")
+    else:
+        decay, attributes = step.x, attributes | step.bounds
+    (beta,) = betas or [None]
+    sigmoid = producer_of(beta, "Sigmoid")
+    if sigmoid is not None:
+        (beta,) = sigmoid.inputs
+        attributes["squash"] = 1
+    created, inputs = list[ir.Node](), list[ir.Value | None]()
+    for name, each in {"value": value, "query": query, "key": key}.items():
+        source, attributes[f"{name}_first"] = flat_columns_of(model, each, created)
+        inputs.append(source)
+    for name, each in {"decay": decay, "beta": beta}.items():
+        if each is not None:
+            source, attributes[f"{name}_first"] = columns_of(each)
+            inputs.append(source)
+    inputs += [past, *where, step.rate if step else None, step.bias if step else None, *([skip] if scans else [])]
+    heads, _, channels = (dimension(past, axis) for axis in (1, 2, 3))
+    past.shape = ir.Shape(["slots", *list(past.shape)[1:]])
+    flat = new_value(f"{past.name}.read")
+    flat.type = output.type
+    flat.shape = ir.Shape([*list(value.shape or ())[:2], heads * channels])
+    created.append(ir.node(node.op_type, inputs, attributes=attributes, domain=DOMAIN, outputs=[flat]))
+    model.graph.insert_before(node, created)
+    model.graph.outputs.remove(node.outputs[1])
+    _hand_on(model, output, flat, heads, channels)
+    remove_dead(model, [node])
+    return notes
+
+
+def _step_of(decay: ir.Value) -> TimeStep | None:
+    """The time step that a decay is a multiple of, if it is one."""
+    product = producer_of(decay, "Mul")
+    if product is None:
+        return None
+    step, rate = _with_constant(product)
+    if step is None or rate is None:
+        return None
+    bounds, value = dict[str, float](), step
+    clip = producer_of(value, "Clip")
+    if clip is not None:
+        for name, bound in zip(("least_step", "most_step"), clip.inputs[1:], strict=False):
+            if bound is not None and bound.const_value is None:
+                return None
+            if bound is not None and bound.const_value is not None:
+                bounds[name] = float(bound.const_value.numpy())
+        (value, *_) = clip.inputs
+    plain = _softplus_of(value)
+    if plain is None:
+        return None
+    total = producer_of(plain, "Add")
+    x, bias = _with_constant(total) if total is not None else (None, None)
+    return TimeStep(step, plain if x is None else x, bias, rate, bounds)
+
+
+def _softplus_of(value: ir.Value | None) -> ir.Value | None:
+    """The x of a softplus, as torch exports it: x itself where it is large."""
+    where = producer_of(value, "Where")
+    if where is None:
+        return None
+    condition, large, small = where.inputs
+    greater, softplus = producer_of(condition, "Greater"), producer_of(small, "Softplus")
+    if greater is None or softplus is None or large is None:
+        return None
+    bound = greater.inputs[1].const_value if greater.inputs[1] is not None else None
+    same = greater.inputs[0] is large and softplus.inputs[0] is large
+    return large if same and bound is not None and float(bound.numpy()) == PLAIN_ABOVE else None
+
+
+def _with_constant(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
+    """The computed operand of a sum or product, and the other where that is an initializer ``[H]``."""
+    for x, other in (node.inputs, reversed(node.inputs)):
+        if other is not None and other.is_initializer() and x is not None and not x.is_initializer():
+            return (x, other) if list(other.shape or ()) == list(x.shape or ())[-1:] else (None, None)
+    return None, None
+
+
+def _factor(value: ir.Value, step: ir.Value) -> ir.Value | None:
+    """The x of x * step, where value ``[B, S, H, V]`` is that."""
+    product = producer_of(value, "Mul")
+    for x, other in (product.inputs, reversed(product.inputs)) if product is not None else ():
+        apart = producer_of(other, "Unsqueeze")
+        if apart is not None and apart.inputs[0] is step and _axes(apart) in ((-1,), (3,)):
+            return x
+    return None
+
+
+def _skip_of(output: ir.Value, value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """The factor ``[H]`` of the values that are added to an output, and the sum."""
+    total = only_use(output)
+    if total is None or total.op_type != "Add":
+        return None
+    added = total.inputs[1] if total.inputs[0] is output else total.inputs[0]
+    product = producer_of(added, "Mul")
+    for x, other in (product.inputs, reversed(product.inputs)) if product is not None else ():
+        apart = producer_of(other, "Unsqueeze")
+        skip = apart.inputs[0] if apart is not None and _axes(apart) in ((-1,), (1,)) else None
+        if x is value and skip is not None and skip.is_initializer() and len(skip.shape or ()) == 1:
+            return skip, total.outputs[0]
+    return None
+
+
+def _axes(node: ir.Node) -> tuple[int, ...]:
+    axes = node.inputs[1].const_value if node.inputs[1] is not None else None
+    return () if axes is None else tuple(np.asarray(axes.numpy()).ravel().tolist())
+
+
+def _hand_on(model: ir.Model, output: ir.Value, flat: ir.Value, heads: int, channels: int) -> None:
+    """Give ``[B, S, H·V]`` to those that reshape the node's ``[B, S, H, V]`` to it, and ``[B, S, H, V]`` to others."""
+    for use in list(output.uses()):
+        joined = use.node.outputs[0]
+        if use.node.op_type == "Reshape" and len(joined.shape or ()) == 3 and joined.shape == flat.shape:
+            joined.replace_all_uses_with(flat)
+            remove_dead(model, [use.node])
+    producer = output.producer()
+    assert producer is not None
+    if output.uses():
+        apart = ir.node(
+            "Reshape",
+            [flat, sizes(model, 0, 0, heads, channels)],
+            outputs=[new_value(f"{flat.name}.heads", output)],
+        )
+        model.graph.insert_before(producer, apart)
+        output.replace_all_uses_with(apart.outputs[0])
+    remove_dead(model, [producer])

@@ -67,11 +67,12 @@ class OrtCpu(GraphTarget):
             )
 
     def passes(self) -> Passes:
-        from engines.passes.graph import linears, logit_positions, merge_linears, rotary_tables, transposes
+        from engines.passes.graph import folded, linears, logit_positions, merge_linears, rotary_tables, transposes
         from engines.passes.onnxruntime import (
             block_linears,
             cached_attention,
             embedding,
+            gated_norms,
             greedy_head,
             linear_inputs,
             linear_kernels,
@@ -89,20 +90,22 @@ class OrtCpu(GraphTarget):
         return Passes(
             (
                 rotary_tables,
+                folded,
                 linears,
                 merge_linears,
                 cached_attention,
                 transposes,
+                silu,
                 recurrences,
                 recurrent_conv,
                 native_experts,
                 routers,
                 norms,
-                silu,
                 logit_positions,
                 *kernels,
                 greedy_head,
                 linear_inputs,
+                gated_norms,
                 norm_rows,
                 embedding,
             ),

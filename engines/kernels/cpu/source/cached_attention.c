@@ -3,7 +3,9 @@
      query [.., .., H*D] float, key and value [.., .., KV*D] float; or all in one, [.., .., (H + 2*KV)*D]
      caches of keys and of values [blocks, KV, T, D]: inputs that are written in place. Float, or with scales [KV, D]
        int8, or int4: uint8 [blocks, KV, T, D / 2], channel 2i in the low half of byte i, 2i + 1 in the high half, each + 8
-     offsets [B + 1] int32, starts [B] int32, block table [B, M] int32; cosines and sines [.., D / 2] of RoPE
+     offsets [B + 1] int32, starts [B] int32, block table [B, M] int32; cosines and sines [.., R / 2] of RoPE, which turns
+       the first R channels of a head
+     weights [D] of an RMSNorm of each head of queries and of keys, before RoPE; or none
      y [.., .., H*D] float
 
    The tokens of all sequences are packed one after the other: those of sequence b are offsets[b] to offsets[b + 1] - 1,
@@ -54,6 +56,8 @@ enum {
   SINES,
   KEY_SCALE,
   VALUE_SCALE,
+  QUERY_NORM,
+  KEY_NORM,
   INPUTS
 };
 
@@ -63,19 +67,20 @@ static const float LARGEST_WEIGHT = (1 << 16) - 1;
 typedef struct {
   Base base;
   int64_t heads, kv_heads, rotary, interleaved, window;
-  float scale, softcap;
-  Tensor constants[INPUTS]; /* of RoPE and the scales, where they are */
+  float scale, softcap, epsilon;
+  Tensor constants[INPUTS]; /* of RoPE, the scales and the norms, where they are */
 } Kernel;
 
 typedef struct {
   const Kernel* kernel;
   int64_t B, D, T, M, blocks, group;
+  int64_t half;                     /* of the channels that RoPE turns */
   int bits;                         /* of a channel in the cache: 32 (float), 8 or 4 */
   const float *query, *key, *value; /* of the first token */
   int64_t query_stride, key_stride; /* from a token to the next */
   char *key_cache, *value_cache;
   const int32_t *offsets, *starts, *table;
-  const float *cosines, *sines, *key_scale, *value_scale;
+  const float *cosines, *sines, *key_scale, *value_scale, *query_norm, *key_norm;
   float* y;
   int64_t unit_tokens;    /* most tokens of a unit */
   int64_t pairs;          /* of a sequence and a part of its new tokens */
@@ -108,13 +113,24 @@ INLINE F32x16 vexp2(F32x16 x, const float unit) {
   return vscalef(y, x);
 }
 
-/* RoPE of a query or key at a position. `to` may not be `from`. */
-static void rotate(const Work* w, const float* from, int64_t position, float* to) {
-  int64_t half = w->D / 2;
-  if (!w->kernel->rotary) {
-    memcpy(to, from, w->D * sizeof(float));
-    return;
+/* RMSNorm of a head's channels. */
+static void normalize(const float* from, const float* weight, int64_t D, float epsilon, float* to) {
+  F32x16 squares = {0};
+  for (int64_t i = 0; i < D; i += LANES) squares = vfma(load(from + i), load(from + i), squares);
+  const F32x16 inverse = splat(1.0f / __builtin_sqrtf(reduce_add(squares) / (float)D + epsilon));
+  for (int64_t i = 0; i < D; i += LANES) store(to + i, load(from + i) * inverse * load(weight + i));
+}
+
+/* The norm, if there is a weight, and RoPE of a query or key at a position. `to` may not be `from`. */
+static void rotate(const Work* w, const float* from, const float* norm, int64_t position, float* to) {
+  const int64_t half = w->half;
+  float normed[LARGEST_HEAD];
+  if (norm) {
+    normalize(from, norm, w->D, w->kernel->epsilon, normed);
+    from = normed;
   }
+  memcpy(to + 2 * half, from + 2 * half, (w->D - 2 * half) * sizeof(float));
+  if (!half) return;
   const float *cosines = w->cosines + position * half, *sines = w->sines + position * half;
   if (w->kernel->interleaved) {
     for (int64_t i = 0; i < half; i++) {
@@ -131,7 +147,7 @@ static void rotate(const Work* w, const float* from, int64_t position, float* to
     store(to + half + i, vfma(b, c, a_sin));
   }
   if (i < half) {
-    const int64_t left = half - i; /* 8 */
+    const int64_t left = half - i;
     F32x16 c = load_first(cosines + i, left), s = load_first(sines + i, left);
     F32x16 a = load_first(from + i, left), b = load_first(from + half + i, left);
     F32x16 b_sin = b * s, a_sin = a * s;
@@ -197,11 +213,11 @@ static void update_cache(const Work* w, int64_t b, int64_t head) {
     const int64_t token = (w->offsets[b] + s) * w->key_stride + head * D, at = entry(w, b, head, first + s);
     char *to_key = w->key_cache + at, *to_value = w->value_cache + at;
     if (has_codes(w)) {
-      rotate(w, w->key + token, first + s, rotated);
+      rotate(w, w->key + token, w->key_norm, first + s, rotated);
       clipped += quantize(rotated, w->key_scale + head * D, D, w->bits, to_key);
       clipped += quantize(w->value + token, w->value_scale + head * D, D, w->bits, to_value);
     } else {
-      rotate(w, w->key + token, first + s, (float*)to_key);
+      rotate(w, w->key + token, w->key_norm, first + s, (float*)to_key);
       memcpy(to_value, w->value + token, D * sizeof(float));
     }
   }
@@ -550,10 +566,10 @@ static void prepare_unit(const Work* w, const Unit* unit, int64_t token, int64_t
     const float* from = w->query + (token + q / w->group) * w->query_stride + (head * w->group + q % w->group) * D;
     unit->scales[q] = to_powers_of_two;
     if (has_codes(w)) {
-      rotate(w, from, unit->first + q / w->group, rotated);
+      rotate(w, from, w->query_norm, unit->first + q / w->group, rotated);
       unit->scales[q] *= prepare_query(rotated, w->key_scale + head * D, D, w->bits, unit, q);
     } else {
-      rotate(w, from, unit->first + q / w->group, (float*)unit->queries + q * D);
+      rotate(w, from, w->query_norm, unit->first + q / w->group, (float*)unit->queries + q * D);
     }
     unit->max[q] = MASKED;
   }
@@ -813,12 +829,16 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
   w->key_scale = in[KEY_SCALE].data, w->value_scale = in[VALUE_SCALE].data;
   w->key_cache = cache->data, w->value_cache = in[VALUE_CACHE].data;
   w->offsets = in[OFFSETS].data, w->starts = in[STARTS].data, w->table = table->data;
+  for (size_t i = QUERY_NORM; i <= KEY_NORM; i++)
+    if (in[i].present && !holds(&in[i], FLOAT, w->D))
+      return failure(api, ERROR_ARGUMENT, "CachedAttention: the weight of a norm is not [D] float");
+  w->query_norm = in[QUERY_NORM].data, w->key_norm = in[KEY_NORM].data;
   int64_t positions = w->T * w->M;
   if (k->rotary) {
-    if (!cosines->present || cosines->type != FLOAT || cosines->rank != 2 || cosines->dims[1] != w->D / 2 ||
-        !holds(sines, FLOAT, cosines->elements))
-      return failure(api, ERROR_ARGUMENT, "CachedAttention: cosines and sines are not [positions, D / 2]");
-    w->cosines = cosines->data, w->sines = sines->data;
+    if (!cosines->present || cosines->type != FLOAT || cosines->rank != 2 || cosines->dims[1] < 1 ||
+        cosines->dims[1] > w->D / 2 || !holds(sines, FLOAT, cosines->elements))
+      return failure(api, ERROR_ARGUMENT, "CachedAttention: cosines and sines are not [positions, R / 2]");
+    w->cosines = cosines->data, w->sines = sines->data, w->half = cosines->dims[1];
     if (cosines->dims[0] < positions) positions = cosines->dims[0];
   }
   if (w->offsets[0] != 0 || w->offsets[w->B] != tokens)
@@ -907,9 +927,10 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   found.interleaved = optional_int(api, info, "rotary_interleaved", 0);
   found.window = optional_int(api, info, "local_window_size", 0);
   found.softcap = optional_float(api, info, "softcap", 0);
+  found.epsilon = optional_float(api, info, "epsilon", 0);
   if (found.kv_heads < 1 || found.heads < 1 || found.heads > MOST_HEADS || found.heads % found.kv_heads ||
       found.window < 0 || !(found.scale > 0) || !(found.scale <= FLT_MAX) || !(found.softcap >= 0) ||
-      !(found.softcap <= FLT_MAX))
+      !(found.softcap <= FLT_MAX) || !(found.epsilon >= 0))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: unsupported heads, scale, window or softcap");
   for (size_t i = COSINES; i < INPUTS; i++) TRY(constant_input(api, info, i, &found.constants[i]));
   return keep_kernel(&found, sizeof found, self);

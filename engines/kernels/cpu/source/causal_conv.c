@@ -1,11 +1,14 @@
 /* CausalConv: each channel's convolution over the last K tokens of its sequence, whose state is a row of a pool.
 
-     x [.., M, C] float: the tokens of all sequences, one sequence after the other
+     x [.., M, W] float: the tokens of all sequences, one sequence after the other; the C channels of a token are those
+       from `first` on. Where it is `gated`, W is 3 C: a factor of what is convolved, a factor of the result, and what is
+       convolved, as in LFM2
      weight [K, C] float, bias [C] float or none
      state [slots, K - 1, C] float: x of the tokens before; written in place
      offsets [B + 1] int32: the first token of each sequence; starts [B] int32: its position, at 0 the state is zeros
      slots [B] int32: the row of each sequence
-     y as x: bias + sum over k of weight[k] * x[token - (K - 1) + k], summed in this order */
+     y [.., M, C]: bias + sum over k of weight[k] * x[token - (K - 1) + k], summed in this order; SiLU of it where
+       `silu` */
 #include "ort.h"
 #include "vector.h"
 
@@ -13,12 +16,15 @@ enum { MAX_RANK = 8, MOST_TAPS = 16, AT_ONCE = 256 /* channels of a job */ };
 
 typedef struct {
   Base base;
+  int64_t first;
+  int gated, silu;
   Tensor weight, bias; /* where they are constant */
 } Kernel;
 
 typedef struct {
-  int64_t C, K, jobs; /* jobs of a sequence */
-  const float *x, *weight, *bias;
+  int64_t C, K, W, jobs; /* jobs of a sequence */
+  int gated, silu;
+  const float *x, *weight, *bias; /* x: of the first token's first channel */
   float *state, *y;
   const int32_t *offsets, *starts, *slots;
 } Work;
@@ -34,9 +40,18 @@ static void convolve(const Work* w, int64_t sequence, int64_t first, int64_t cou
   if (w->starts[sequence])
     for (int64_t k = 0; k + 1 < K; k++) memcpy(&window[k], kept + k * C, bytes);
   for (int64_t token = w->offsets[sequence]; token < w->offsets[sequence + 1]; token++) {
-    memcpy(&window[K - 1], w->x + token * C + first, bytes);
+    const float* x = w->x + token * w->W + first;
+    F32x16 factor = {0}, after = {0};
+    memcpy(&window[K - 1], x, bytes);
+    if (w->gated) {
+      memcpy(&factor, x - 2 * C, bytes);
+      memcpy(&after, x - C, bytes);
+      window[K - 1] *= factor;
+    }
     F32x16 sum = bias;
     for (int64_t k = 0; k < K; k++) sum = vfma(taps[k], window[k], sum);
+    if (w->silu) sum = silu(sum);
+    if (w->gated) sum *= after;
     memcpy(w->y + token * C + first, &sum, bytes);
     for (int64_t k = 0; k + 1 < K; k++) window[k] = window[k + 1];
   }
@@ -71,28 +86,36 @@ static Status* compute(void* self, Context* context) {
   TRY(input(api, context, 4, NULL, &offsets));
   TRY(input(api, context, 5, NULL, &starts));
   TRY(input(api, context, 6, NULL, &slots));
-  if (!x.present || x.type != FLOAT || x.rank < 2 || x.rank > MAX_RANK)
-    return failure(api, ERROR_ARGUMENT, "CausalConv: x is not [.., M, C] float");
-  const int64_t C = x.dims[x.rank - 1], tokens = C ? x.elements / C : 0;
-  if (!C || !weight.present || weight.type != FLOAT || weight.rank != 2 || weight.dims[0] < 2 ||
-      weight.dims[0] > MOST_TAPS || weight.dims[1] != C)
+  if (!weight.present || weight.type != FLOAT || weight.rank != 2 || weight.dims[0] < 2 || weight.dims[0] > MOST_TAPS ||
+      weight.dims[1] < 1)
     return failure(api, ERROR_ARGUMENT, "CausalConv: the weight is not [2 to 16, C] float");
-  const int64_t K = weight.dims[0], sequences = starts.elements;
+  const int64_t K = weight.dims[0], C = weight.dims[1], sequences = starts.elements;
+  if (!x.present || x.type != FLOAT || x.rank < 2 || x.rank > MAX_RANK ||
+      (k->gated ? x.dims[x.rank - 1] % C || x.dims[x.rank - 1] / C != 3
+                : x.dims[x.rank - 1] < C || x.dims[x.rank - 1] - C < k->first))
+    return failure(api, ERROR_ARGUMENT, "CausalConv: x is not [.., M, W] float, where W has all channels");
+  const int64_t W = x.dims[x.rank - 1], tokens = x.elements / W, first = k->gated ? 2 * C : k->first;
   if (bias.present && !holds(&bias, FLOAT, C))
     return failure(api, ERROR_ARGUMENT, "CausalConv: the bias is not [C] float");
   if (!state.present || state.type != FLOAT || state.rank != 3 || state.dims[1] != K - 1 || state.dims[2] != C)
     return failure(api, ERROR_ARGUMENT, "CausalConv: the state is not [slots, K - 1, C] float");
-  Work w = {.C = C, .K = K, .jobs = (C + AT_ONCE - 1) / AT_ONCE, .x = x.data, .weight = weight.data, .bias = bias.data};
+  Work w = {.C = C, .K = K, .W = W, .jobs = (C + AT_ONCE - 1) / AT_ONCE, .gated = k->gated, .silu = k->silu};
+  w.x = x.elements ? (const float*)x.data + first : NULL, w.weight = weight.data, w.bias = bias.data;
   w.state = state.data, w.offsets = offsets.data, w.starts = starts.data, w.slots = slots.data;
   if (!holds(&offsets, INT32, sequences + 1) || !holds(&starts, INT32, sequences) || !holds(&slots, INT32, sequences) ||
       !fits(&w, sequences, tokens, state.dims[0]))
     return failure(api, ERROR_ARGUMENT, "CausalConv: offsets, starts or slots do not fit the tokens and the state");
-  TRY(output(api, context, 0, x.dims, x.rank, &w.y));
+  int64_t dims[MAX_RANK];
+  memcpy(dims, x.dims, x.rank * sizeof *dims);
+  dims[x.rank - 1] = C;
+  TRY(output(api, context, 0, dims, x.rank, &w.y));
   return sequences ? parallel(api, context, k->base.threads, convolve_job, sequences * w.jobs, &w, NULL) : NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  Kernel found = {.base = {api, threads_of(op)}};
+  Kernel found = {.base = {api, threads_of(op)}, .first = optional_int(api, info, "first", 0)};
+  found.gated = optional_int(api, info, "gated", 0) != 0, found.silu = optional_int(api, info, "silu", 0) != 0;
+  if (found.first < 0) return failure(api, ERROR_ARGUMENT, "CausalConv: a negative first column");
   TRY(constant_input(api, info, 1, &found.weight));
   TRY(constant_input(api, info, 2, &found.bias));
   return keep_kernel(&found, sizeof found, self);

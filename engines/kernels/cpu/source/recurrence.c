@@ -1,34 +1,53 @@
 /* Recurrences over a matrix for each head, whose state is a row of a pool: GatedDelta, the gated delta rule of Qwen3.5,
    and SelectiveScan, that of Mamba2, which corrects nothing and takes queries and keys as they are.
 
-     value [.., M, H, V] float: the tokens of all sequences, one sequence after the other
-     query, key [.., M, G, K] float: each of the G heads serves H / G heads of values
-     decay [.., M, H] float: the logarithm of what the state is multiplied by
-     beta [.., M, H] float, of GatedDelta: how much of an error a token corrects
+     value [.., M, W], query and key [.., M, W], decay [.., M, W], beta [.., M, W] of GatedDelta, float: the tokens of all
+       sequences, one sequence after the other. Each of them is the columns from `value_first` (and so on) of its tensor:
+       H heads of V values, G heads of K queries or keys, of which each serves H / G heads of values, and a number a head.
+       Several may be the same tensor
      state [slots, H, K, V] float: after the tokens before; written in place
      offsets [B + 1] int32: the first token of each sequence; starts [B] int32: its position, at 0 the state is zeros
      slots [B] int32: the row of each sequence
-     y as value: query . state, where first state = exp(decay) * state, then state += key x change with
+     rate, bias, skip [H] float, each or none
+     y [.., M, H V]: query . state, where first state = exp(decay) * state, then state += key x change with
        GatedDelta: change = beta * (value - key . state); query and key are divided by their norm, query by sqrt(K) too
-       SelectiveScan: change = value
+       SelectiveScan: change = value; skip * value is added to y
+   beta is a number or, where `squash`, its sigmoid is taken. decay is a logarithm; or, where there is a rate, what a time
+   step is made of, softplus(decay + bias) from `least_step` to `most_step`: the logarithm is rate * step, and
+   SelectiveScan's change is step * value.
 
    A job computes some columns of one head's matrix, token by token: no sum depends on how a text was cut, on what else
    is in the step, or on threads. */
 #include "ort.h"
 #include "vector.h"
 
+#include <float.h>
+
 typedef enum { DELTA, SCAN } Rule; /* variants, in the order of declarations */
+enum { VALUE, QUERY, KEY, DECAY, BETA, PER_TOKEN };
 enum { AT_ONCE = 4 /* vectors of columns */, COLUMNS = AT_ONCE * LANES, MOST_RANK = 8 };
+enum { FEW_TOKENS = 4, MOST_COPIED = 256 * COLUMNS /* floats of the state */ };
 
 typedef struct {
   Base base;
   Rule rule;
+  int64_t groups, first[PER_TOKEN];
+  int squash;
+  float least_step, most_step;
+  Tensor constants[3]; /* rate, bias and skip, where they are */
 } Kernel;
 
+/* The columns of an input: of token t from + t * stride. */
 typedef struct {
-  Rule rule;
+  const float* from;
+  int64_t stride;
+} Columns;
+
+typedef struct {
+  const Kernel* kernel;
   int64_t H, G, K, V, jobs; /* jobs of a head */
-  const float *value, *query, *key, *decay, *beta;
+  Columns in[PER_TOKEN];
+  const float *rate, *bias, *skip;
   float *state, *y;
   const int32_t *offsets, *starts, *slots;
 } Work;
@@ -59,45 +78,87 @@ static float reciprocal_norm(const float* x, int64_t K) {
   return 1.0f / __builtin_sqrtf(total + 1e-6f);
 }
 
-/* `vectors` of columns of one head from `first` on, over the tokens of a sequence. `last`: columns of the last vector. */
-INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last) {
-  const int64_t H = w->H, G = w->G, K = w->K, V = w->V, group = head * G / H;
-  float* matrix = w->state + ((w->slots[sequence] * H + head) * K) * V + first;
-  if (!w->starts[sequence])
-    for (int64_t k = 0; k < K; k++) memset(matrix + k * V, 0, ((vectors - 1) * LANES + last) * sizeof(float));
+INLINE const float* of_token(const Work* w, int which, int64_t token) {
+  return w->in[which].from + token * w->in[which].stride;
+}
+
+/* The queries, keys and values of a token, which lie far from those of the one before: no processor foresees that. */
+INLINE void prefetch_token(const Work* w, int64_t token, int64_t group, int64_t column, const int vectors) {
+  const float *query = of_token(w, QUERY, token) + group * w->K, *key = of_token(w, KEY, token) + group * w->K;
+  for (int64_t i = 0; i < w->K; i += LANES) __builtin_prefetch(query + i), __builtin_prefetch(key + i);
+  EACH (int v = 0; v < vectors; v++) __builtin_prefetch(of_token(w, VALUE, token) + column + v * LANES);
+}
+
+/* `vectors` of columns of one head from `first` on, over the tokens of a sequence. `matrix`: these columns of the state,
+   rows `stride` apart. `last`: columns of the last vector, `kept`: those of it that a row has. */
+INLINE void over_tokens(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last,
+                        float* matrix, int64_t stride, int64_t kept) {
+  const Kernel* k = w->kernel;
+  const int64_t H = w->H, K = w->K, V = w->V, group = head * w->G / H;
   for (int64_t token = w->offsets[sequence]; token < w->offsets[sequence + 1]; token++) {
-    const float *query = w->query + (token * G + group) * K, *key = w->key + (token * G + group) * K;
-    const int64_t at = (token * H + head) * V + first;
-    const F32x16 factor = vexp(splat(w->decay[token * H + head]));
+    const float *query = of_token(w, QUERY, token) + group * K, *key = of_token(w, KEY, token) + group * K;
+    const float* value = of_token(w, VALUE, token) + head * V + first;
+    float* y = w->y + (token * H + head) * V + first;
+    if (token + 1 < w->offsets[sequence + 1]) prefetch_token(w, token + 1, group, head * V + first, vectors);
+    F32x16 decay = splat(of_token(w, DECAY, token)[head]), step = splat(1);
     F32x16 change[AT_ONCE], read[AT_ONCE] = {0};
     float key_scale = 1, query_scale = 1;
-    EACH (int v = 0; v < vectors; v++) change[v] = load_some(w->value + at + v * LANES, v + 1 < vectors ? LANES : last);
-    if (w->rule == DELTA) {
+    if (w->rate) {
+      step = softplus(w->bias ? decay + splat(w->bias[head]) : decay);
+      step = vmin(splat(k->most_step), vmax(splat(k->least_step), step));
+      decay = step * splat(w->rate[head]);
+    }
+    const F32x16 factor = vexp(decay);
+    EACH (int v = 0; v < vectors; v++) change[v] = load_some(value + v * LANES, v + 1 < vectors ? LANES : last);
+    if (k->rule == SCAN) {
+      if (w->skip)
+        EACH (int v = 0; v < vectors; v++) read[v] = change[v] * splat(w->skip[head]);
+      EACH (int v = 0; v < vectors; v++) change[v] *= step;
+    } else {
       F32x16 answer[AT_ONCE] = {0};
       key_scale = reciprocal_norm(key, K);
       query_scale = reciprocal_norm(query, K) / __builtin_sqrtf((float)K);
-      for (int64_t k = 0; k < K; k++) {
-        const F32x16 scaled = splat(key[k] * key_scale);
+      for (int64_t i = 0; i < K; i++) {
+        const F32x16 scaled = splat(key[i] * key_scale);
         EACH (int v = 0; v < vectors; v++) {
-          F32x16 row = load_some(matrix + k * V + v * LANES, v + 1 < vectors ? LANES : last);
+          F32x16 row = load_some(matrix + i * stride + v * LANES, v + 1 < vectors ? LANES : kept);
           answer[v] = vfma(factor * row, scaled, answer[v]);
         }
       }
-      const F32x16 beta = splat(w->beta[token * H + head]);
+      F32x16 beta = splat(of_token(w, BETA, token)[head]);
+      if (k->squash) beta = sigmoid(beta);
       EACH (int v = 0; v < vectors; v++) change[v] = (change[v] - answer[v]) * beta;
     }
-    for (int64_t k = 0; k < K; k++) {
-      const F32x16 by_key = splat(key[k] * key_scale), by_query = splat(query[k] * query_scale);
+    for (int64_t i = 0; i < K; i++) {
+      const F32x16 by_key = splat(key[i] * key_scale), by_query = splat(query[i] * query_scale);
       EACH (int v = 0; v < vectors; v++) {
-        float* place = matrix + k * V + v * LANES;
-        const int64_t count = v + 1 < vectors ? LANES : last;
+        float* place = matrix + i * stride + v * LANES;
+        const int64_t count = v + 1 < vectors ? LANES : kept;
         const F32x16 row = vfma(by_key, change[v], factor * load_some(place, count));
         read[v] = vfma(row, by_query, read[v]);
         store_some(place, row, count);
       }
     }
-    EACH (int v = 0; v < vectors; v++) store_some(w->y + at + v * LANES, read[v], v + 1 < vectors ? LANES : last);
+    EACH (int v = 0; v < vectors; v++) store_some(y + v * LANES, read[v], v + 1 < vectors ? LANES : last);
   }
+}
+
+/* The same of the pool's state. Of several tokens the columns are copied, so that they lie together in the first-level
+   cache: in the state, rows that are a power of two apart share a few of its sets. */
+INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last) {
+  const int64_t K = w->K, V = w->V, width = (vectors - 1) * LANES + last, stride = vectors * LANES;
+  float* matrix = w->state + ((w->slots[sequence] * w->H + head) * K) * V + first;
+  const int fresh = !w->starts[sequence], copied = w->offsets[sequence + 1] - w->offsets[sequence] >= FEW_TOKENS;
+  if (!copied || K * stride > MOST_COPIED) {
+    for (int64_t i = 0; i < K && fresh; i++) memset(matrix + i * V, 0, width * sizeof(float));
+    over_tokens(w, sequence, head, first, vectors, last, matrix, V, last);
+    return;
+  }
+  float copy[MOST_COPIED] __attribute__((aligned(64)));
+  if (fresh || last < LANES) memset(copy, 0, K * stride * sizeof(float));
+  for (int64_t i = 0; i < K && !fresh; i++) memcpy(copy + i * stride, matrix + i * V, width * sizeof(float));
+  over_tokens(w, sequence, head, first, vectors, last, copy, stride, LANES);
+  for (int64_t i = 0; i < K; i++) memcpy(matrix + i * V, copy + i * stride, width * sizeof(float));
 }
 
 static void columns_job(void* state, size_t number) {
@@ -124,45 +185,61 @@ static int fits(const Work* w, int64_t sequences, int64_t tokens, int64_t rows) 
 static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
   Api api = k->base.api;
-  const size_t after = k->rule == DELTA ? 5 : 4; /* inputs before the state */
-  Tensor value, query, key, decay, beta = {0}, state, offsets, starts, slots;
-  TRY(input(api, context, 0, NULL, &value));
-  TRY(input(api, context, 1, NULL, &query));
-  TRY(input(api, context, 2, NULL, &key));
-  TRY(input(api, context, 3, NULL, &decay));
-  if (k->rule == DELTA) TRY(input(api, context, 4, NULL, &beta));
-  TRY(input(api, context, after, NULL, &state));
-  TRY(input(api, context, after + 1, NULL, &offsets));
-  TRY(input(api, context, after + 2, NULL, &starts));
-  TRY(input(api, context, after + 3, NULL, &slots));
+  const int per_token = k->rule == DELTA ? PER_TOKEN : BETA, extras = k->rule == DELTA ? 2 : 3;
+  Tensor in[PER_TOKEN], state, offsets, starts, slots, extra[3] = {0};
+  for (int i = 0; i < per_token; i++) TRY(input(api, context, i, NULL, &in[i]));
+  TRY(input(api, context, per_token, NULL, &state));
+  TRY(input(api, context, per_token + 1, NULL, &offsets));
+  TRY(input(api, context, per_token + 2, NULL, &starts));
+  TRY(input(api, context, per_token + 3, NULL, &slots));
+  for (int i = 0; i < extras; i++) TRY(input(api, context, per_token + 4 + i, &k->constants[i], &extra[i]));
   if (!state.present || state.type != FLOAT || state.rank != 4 || state.dims[1] < 1 || state.dims[2] < 1 ||
-      state.dims[3] < 1)
-    return failure(api, ERROR_ARGUMENT, "a recurrence: the state is not [slots, H, K, V] float");
+      state.dims[3] < 1 || state.dims[1] % k->groups)
+    return failure(api, ERROR_ARGUMENT, "a recurrence: the state is not [slots, H, K, V] float, where groups divide H");
   const int64_t H = state.dims[1], K = state.dims[2], V = state.dims[3], sequences = starts.elements;
-  if (!value.present || value.type != FLOAT || value.rank < 3 || value.rank > MOST_RANK ||
-      value.dims[value.rank - 2] != H || value.dims[value.rank - 1] != V)
-    return failure(api, ERROR_ARGUMENT, "a recurrence: values are not [.., M, H, V] float");
-  const int64_t tokens = value.elements / (H * V);
-  if (!query.present || query.type != FLOAT || query.rank < 3 || query.dims[query.rank - 1] != K ||
-      query.dims[query.rank - 2] < 1 || H % query.dims[query.rank - 2] ||
-      query.elements != tokens * query.dims[query.rank - 2] * K || !holds(&key, FLOAT, query.elements))
-    return failure(api, ERROR_ARGUMENT, "a recurrence: queries or keys are not [.., M, G, K] float, where G divides H");
-  if (!holds(&decay, FLOAT, tokens * H) || (k->rule == DELTA && !holds(&beta, FLOAT, tokens * H)))
-    return failure(api, ERROR_ARGUMENT, "a recurrence: decay or beta are not [.., M, H] float");
-  Work w = {.rule = k->rule, .H = H, .G = query.dims[query.rank - 2], .K = K, .V = V};
-  w.jobs = (V + COLUMNS - 1) / COLUMNS;
-  w.value = value.data, w.query = query.data, w.key = key.data, w.decay = decay.data, w.beta = beta.data;
+  const int64_t needed[PER_TOKEN] = {H * V, k->groups * K, k->groups * K, H, H};
+  Work w = {.kernel = k, .H = H, .G = k->groups, .K = K, .V = V, .jobs = (V + COLUMNS - 1) / COLUMNS};
+  int64_t tokens = 0;
+  for (int i = 0; i < per_token; i++) {
+    if (!in[i].present || in[i].type != FLOAT || in[i].rank < 2 || in[i].rank > MOST_RANK ||
+        in[i].dims[in[i].rank - 1] < needed[i] || in[i].dims[in[i].rank - 1] - needed[i] < k->first[i])
+      return failure(api, ERROR_ARGUMENT,
+                     "a recurrence: an input is not [.., M, W] float, where W has all its columns");
+    const int64_t stride = in[i].dims[in[i].rank - 1];
+    w.in[i] = (Columns){in[i].elements ? (const float*)in[i].data + k->first[i] : NULL, stride};
+    if (i && in[i].elements / stride != tokens)
+      return failure(api, ERROR_ARGUMENT, "a recurrence: inputs of different numbers of tokens");
+    tokens = in[i].elements / stride;
+  }
+  for (int i = 0; i < extras; i++)
+    if (extra[i].present && !holds(&extra[i], FLOAT, H))
+      return failure(api, ERROR_ARGUMENT, "a recurrence: a rate, bias or skip that is not [H] float");
+  w.rate = extra[0].data, w.bias = extra[1].data, w.skip = extra[2].data;
   w.state = state.data, w.offsets = offsets.data, w.starts = starts.data, w.slots = slots.data;
   if (!holds(&offsets, INT32, sequences + 1) || !holds(&starts, INT32, sequences) || !holds(&slots, INT32, sequences) ||
       !fits(&w, sequences, tokens, state.dims[0]))
     return failure(api, ERROR_ARGUMENT, "a recurrence: offsets, starts or slots do not fit the tokens and the state");
-  TRY(output(api, context, 0, value.dims, value.rank, &w.y));
+  int64_t dims[MOST_RANK];
+  memcpy(dims, in[VALUE].dims, in[VALUE].rank * sizeof *dims);
+  dims[in[VALUE].rank - 1] = H * V;
+  TRY(output(api, context, 0, dims, in[VALUE].rank, &w.y));
   return sequences ? parallel(api, context, k->base.threads, columns_job, sequences * H * w.jobs, &w, NULL) : NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  (void)info;
+  static const char* const FIRST[PER_TOKEN] = {"value_first", "query_first", "key_first", "decay_first", "beta_first"};
   Kernel found = {.base = {api, threads_of(op)}, .rule = (Rule)declaration_of(op)->variant};
+  const size_t extra = found.rule == DELTA ? PER_TOKEN + 4 : BETA + 4, extras = found.rule == DELTA ? 2 : 3;
+  TRY(attribute_int(api, info, "groups", &found.groups));
+  for (int i = 0; i < PER_TOKEN; i++) found.first[i] = optional_int(api, info, FIRST[i], 0);
+  found.squash = optional_int(api, info, "squash", 0) != 0;
+  found.least_step = optional_float(api, info, "least_step", 0);
+  found.most_step = optional_float(api, info, "most_step", FLT_MAX);
+  int negative = 0;
+  for (int i = 0; i < PER_TOKEN; i++) negative |= found.first[i] < 0;
+  if (negative || found.groups < 1 || !(found.least_step <= found.most_step))
+    return failure(api, ERROR_ARGUMENT, "a recurrence: unsupported groups, columns or bounds of a time step");
+  for (size_t i = 0; i < extras; i++) TRY(constant_input(api, info, extra + i, &found.constants[i]));
   return keep_kernel(&found, sizeof found, self);
 }
 

@@ -471,6 +471,27 @@ INLINE F32x16 vexp(F32x16 x) {
   return vscalef(y, n);
 }
 
+INLINE F32x16 sigmoid(F32x16 x) {
+  return splat(1.0f) / (splat(1.0f) + vexp(splat(0.0f) - x));
+}
+
+/* log(1 + e^x) with a relative error of 3e-7, without the C library, whose last digits depend on the machine. With u =
+   e^-|x| it is max(x, 0) + 2 atanh(u / (2 + u)), whose series needs nine terms up to 1/3. */
+INLINE F32x16 softplus(F32x16 x) {
+  const F32x16 positive = vmax(x, splat(0.0f)), u = vexp(x - positive - positive);
+  const F32x16 s = u / (splat(2.0f) + u), square = s * s;
+  F32x16 y = splat(1.0f / 17);
+  y = vfma(y, square, splat(1.0f / 15));
+  y = vfma(y, square, splat(1.0f / 13));
+  y = vfma(y, square, splat(1.0f / 11));
+  y = vfma(y, square, splat(1.0f / 9));
+  y = vfma(y, square, splat(1.0f / 7));
+  y = vfma(y, square, splat(1.0f / 5));
+  y = vfma(y, square, splat(1.0f / 3));
+  y = vfma(y, square, splat(1.0f));
+  return vfma(s + s, y, positive);
+}
+
 /* x * sigmoid(x) */
 INLINE F32x16 silu(F32x16 x) {
   F32x16 denominator = splat(1.0f) + vexp(splat(0.0f) - x);

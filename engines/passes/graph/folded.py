@@ -1,0 +1,58 @@
+"""What a graph computes from small parameters alone becomes an initializer, which is computed when it is written.
+
+Neg(Exp(A_log))   ->   an initializer
+Add(weight, 1)    ->   an initializer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from engines.passes.base import Lowering, PassResult, deferred, parameter_behind, remove_dead
+
+MOST = 1 << 16  # elements of what is folded
+
+Float = NDArray[np.float32]
+_FUNCTIONS: dict[str, Callable[..., Float]] = {"Add": np.add, "Exp": np.exp, "Mul": np.multiply, "Neg": np.negative}
+
+
+def run(lowering: Lowering) -> PassResult:
+    model, matched = lowering.model, 0
+    for node in [n for n in model.graph if n.domain == "" and n.op_type in _FUNCTIONS]:
+        inputs = [value for value in node.inputs if value is not None and value.is_initializer()]
+        shape = fixed_shape(node.outputs[0])
+        floats = all(value.dtype == ir.DataType.FLOAT for value in inputs)
+        if len(inputs) < len(node.inputs) or not floats or shape is None or np.prod(shape) > MOST:
+            continue
+        name = next((found for value in inputs if "." in (found := parameter_behind(value))), "constants.value")
+        while name in model.graph.initializers:  # no checkpoint has it, and users know what it is of
+            module, _, parameter = name.rpartition(".")
+            name = f"{module}.folded.{parameter}"
+        make = partial(_computed, _FUNCTIONS[node.op_type], shape, [reader(lowering, value) for value in inputs])
+        node.outputs[0].replace_all_uses_with(deferred(model, name, shape, ir.DataType.FLOAT, make))
+        remove_dead(model, [node])
+        matched += 1
+    return PassResult(matched, () if matched else ("nothing is computed from parameters alone",))
+
+
+def fixed_shape(value: ir.Value) -> tuple[int, ...] | None:
+    sizes = tuple(size for size in value.shape or () if isinstance(size, int))
+    return sizes if value.shape is not None and len(sizes) == len(value.shape) else None
+
+
+def reader(lowering: Lowering, value: ir.Value) -> Callable[[], Float]:
+    """What gives an initializer's elements: from the checkpoint, where the graph has only its place."""
+    tensor = value.const_value
+    assert tensor is not None and value.name is not None
+    if isinstance(tensor, ir.ExternalTensor):
+        return partial(lowering.weights.weight, value.name)
+    return lambda: np.asarray(tensor.numpy(), np.float32)
+
+
+def _computed(function: Callable[..., Float], shape: tuple[int, ...], read: list[Callable[[], Float]]) -> Float:
+    return np.ascontiguousarray(np.asarray(function(*(each() for each in read)), np.float32).reshape(shape))

@@ -1,0 +1,32 @@
+"""Values as columns of the tensor that they are a part of, which native operators read where they lie."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from engines.passes.base import attribute, dimension, producer_of, sizes
+
+
+def columns_of(value: ir.Value) -> tuple[ir.Value, int]:
+    """The tensor ``[.., W]`` of which ``[.., C]`` is a part, and the part's first column; else the value and 0."""
+    split = producer_of(value, "Split")
+    whole = split.inputs[0] if split is not None else None
+    if split is None or whole is None or whole.shape is None or value.shape is None:
+        return value, 0
+    if attribute(split, "axis", 0) not in (-1, len(whole.shape) - 1):
+        return value, 0
+    before = split.outputs[: list(split.outputs).index(value)]
+    return whole, sum(dimension(part, -1) for part in before)
+
+
+def flat_columns_of(model: ir.Model, value: ir.Value, created: list[ir.Node]) -> tuple[ir.Value, int]:
+    """The same of ``[B, S, H, D]``, whose heads are columns of a tensor ``[B, S, W]``. ``created``: what is added."""
+    width = dimension(value, 2) * dimension(value, 3)
+    reshape = producer_of(value, "Reshape")
+    flat = reshape.inputs[0] if reshape is not None else None
+    if flat is None or flat.shape is None or len(flat.shape) != 3 or flat.shape[2] != width:
+        node = ir.node("Reshape", [value, sizes(model, 0, 0, width)])
+        node.outputs[0].shape, node.outputs[0].type = ir.Shape([*list(value.shape or ())[:2], width]), value.type
+        created.append(node)
+        flat = node.outputs[0]
+    return columns_of(flat)

@@ -1,0 +1,61 @@
+"""Models with recurrent state whose linears are all of blocks run on our own operators alone, at every level."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+
+import pytest
+
+from engines.kernels.cpu import LEVELS, all_native
+from engines.kernels.operators import OPERATORS
+from engines.load import load
+from engines.sequences import Sequences, SlotEntry
+from tapeout.recipe import Rule
+from tapeout.schemes import Scheme
+from tests.family_engines import Made, difference_from_checkpoint, make, words
+
+RULES = (Rule(match="*", scheme=Scheme(bits=8, group_size=32, symmetric=True)),)
+FAMILIES = ("lfm2", "bamba", "granitemoehybrid-scans", "nemotron_h")
+SMALL = {"SimplifiedLayerNormalization"}  # of the first layer, whose input nothing is added to
+SEQUENCES = 4
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(request.param, tmp_path_factory.mktemp(request.param), RULES)
+
+
+@pytest.fixture(scope="module")
+def engines(made: Made) -> Generator[tuple[Sequences, Sequences]]:
+    """With one thread and with two of their own."""
+    with (
+        closing(Sequences(load(made.bundle.folder, threads=1, slots=SEQUENCES))) as one,
+        closing(Sequences(load(made.bundle.folder, threads=2, slots=SEQUENCES))) as two,
+    ):
+        yield one, two
+
+
+def test_a_bundle_has_every_level(made: Made) -> None:
+    counts = made.bundle.record.operator_counts
+    assert all_native(counts) and {*counts} - OPERATORS.keys() <= SMALL, counts
+    assert [each.level for each in made.bundle.record.hardware] == [level.name for level in LEVELS]
+
+
+def test_it_computes_what_its_checkpoint_says(made: Made) -> None:
+    assert difference_from_checkpoint(made, 4, 30) == ""
+
+
+def test_tokens_are_the_same_to_the_bit_in_any_cut_and_batch_by_any_threads(
+    made: Made, engines: tuple[Sequences, Sequences]
+) -> None:
+    one, two = engines
+    texts = [words(made.name, 1, 9 + 7 * row, row)[0] for row in range(SEQUENCES)]
+    alone = [one.prefill(0, text, positions=range(len(text))) for text in texts]
+    for cut in (1, 4, 8):
+        first = two.feed([SlotEntry(row, text[:cut], 0, range(cut)) for row, text in enumerate(texts)])
+        rest = two.feed(
+            [SlotEntry(row, text[cut:], cut, range(len(text) - cut)) for row, text in reversed([*enumerate(texts)])]
+        )
+        for whole, begin, end in zip(alone, first, reversed(rest), strict=True):
+            assert (whole[:cut] == begin).all() and (whole[cut:] == end).all()
