@@ -1,0 +1,132 @@
+"""Linears as operators of ONNX Runtime's CUDA provider: the kernel pass of ``ort-cuda``, which takes all of them.
+
+    Linear(x) over codes    ->   MatMulNBits(x, packed codes, scales[, zero points][, bias])   weight-only
+    Linear(x) over floats   ->   MatMul(x, transposed weight) [+ bias]
+
+The provider has a fused kernel for many tokens for symmetric codes of 4 and 8 bits in blocks of 32 only
+(``ORT_FPA_INTB_GEMM=1``); for other blocks it decodes the whole weight in every step of more than a few tokens. So a
+symmetric weight in larger groups is stored in blocks of 32 with each scale repeated: the same weight, in at most half a
+bit more. Asymmetric codes keep their groups. Codes of 5 and 6 bits are widened to 8. What has no blocks that the
+provider computes is decoded to the float type. The plan of the bundle names all of that, and the pass says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from engines.lowerings import lowering_of
+from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value
+from engines.passes.graph.linears import (
+    described,
+    is_linear,
+    label_of,
+    one_scheme,
+    out_features_of,
+    put,
+    quantized,
+    stacked_bias,
+    trimmed,
+    weights_of,
+)
+from engines.passes.onnxruntime.block_linears import in_more_bits, widened
+from engines.passes.onnxruntime.linear_kernels import float_nodes, pack
+from tapeout.quantized import QuantizedWeight
+
+BACKEND = "onnxruntime-cuda"  # the row of engines/lowerings.py
+FAST_BLOCK = 32  # of the provider's fused kernel
+BLOCKS = (16, 32, 64, 128)  # input channels; of 512 the provider gave zeros without an error
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """``block``: input channels of one scale. ``note``: what the fused kernel lacks; empty where it takes the weight."""
+
+    bits: int
+    block: int
+    note: str
+
+
+def run(lowering: Lowering) -> PassResult:
+    nodes = [n for n in lowering.model.graph if is_linear(n)]
+    notes: list[str] = []
+    for node in nodes:
+        label, parts = label_of(lowering, node), quantized(lowering, node)
+        one_scheme(label, [lowering.weights.linear(name) for name in weights_of(node)])
+        if not parts:
+            put(lowering, node, float_nodes(lowering, label, node), f"MatMul {lowering.float_type}")
+            continue
+        reason = _unfit(parts[0])
+        if reason:
+            kind = f"MatMul {lowering.float_type}, decoded from {parts[0].scheme.name}"
+            put(lowering, node, float_nodes(lowering, label, node), kind)
+            notes.append(f"{label}: {reason}; decoded to {lowering.float_type}")
+            continue
+        stored = _stored(parts[0])
+        put(lowering, node, [_nbits(lowering, label, node, parts, stored)], _described(parts[0], stored))
+        if stored.note:
+            notes.append(f"{label}: {stored.note}")
+    lowering.model.opset_imports[CONTRIB] = 1
+    return PassResult(len(nodes), tuple(notes) if nodes else ("no linear in the graph",))
+
+
+def _unfit(weight: QuantizedWeight) -> str:
+    """Why MatMulNBits cannot compute with a weight."""
+    size, columns = weight.group_size, weight.codes.shape[1]
+    if weight.scheme.activations == "int8":
+        return "the provider has no linear with static int8 inputs"
+    if not lowering_of(weight.scheme, BACKEND).stock_bits:
+        return f"MatMulNBits has no codes of {weight.scheme.format}"
+    # A group is a block, or several blocks of 32 that have its scale.
+    if columns % size or (size not in BLOCKS and (size % FAST_BLOCK or not weight.scheme.symmetric)):
+        return f"groups of {size} of {columns} input channels, where MatMulNBits takes {', '.join(map(str, BLOCKS))}"
+    return ""
+
+
+def _stored(weight: QuantizedWeight) -> _Stored:
+    bits = lowering_of(weight.scheme, BACKEND).stock_bits
+    if weight.zero_points is not None:
+        return _Stored(bits, weight.group_size, "zero points, which the fused kernel for many tokens does not take")
+    if weight.group_size % FAST_BLOCK:
+        return _Stored(bits, weight.group_size, f"groups of {weight.group_size}, too small for the fused kernel")
+    return _Stored(bits, FAST_BLOCK, "")
+
+
+def _described(weight: QuantizedWeight, stored: _Stored) -> str:
+    blocks = "" if stored.block == weight.group_size else f", in blocks of {stored.block}"
+    return f"MatMulNBits {described(weight)}{in_more_bits(weight, stored.bits)}{blocks}"
+
+
+def _nbits(lowering: Lowering, label: str, node: ir.Node, parts: list[QuantizedWeight], stored: _Stored) -> ir.Node:
+    names, columns = weights_of(node), parts[0].codes.shape[1]
+    outputs, blocks = sum(out_features_of(node)), columns // stored.block
+    shape = (outputs, blocks, stored.block * stored.bits // 8)
+    scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
+    zero_points = [
+        pack(wide.zero_points, stored.bits)
+        for wide in (widened(part, stored.bits) for part in parts)
+        if wide.zero_points is not None
+    ]
+
+    def packed() -> NDArray[np.uint8]:
+        wide = [widened(lowering.weights.linear(name), stored.bits).codes for name in names]
+        return pack(np.concatenate(wide), stored.bits).reshape(shape)
+
+    inputs = [
+        node.inputs[0],
+        deferred(lowering.model, f"{label}.codes", shape, ir.DataType.UINT8, packed),
+        initializer(lowering.model, f"{label}.scales", np.repeat(scales, parts[0].group_size // stored.block, axis=1)),
+        initializer(lowering.model, f"{label}.zero_points", np.concatenate(zero_points)) if zero_points else None,
+        None,
+        stacked_bias(lowering, node),
+    ]
+    return ir.node(
+        "MatMulNBits",
+        trimmed(inputs),
+        attributes={"K": columns, "N": outputs, "bits": stored.bits, "block_size": stored.block},
+        domain=CONTRIB,
+        outputs=[new_value(f"{label}.matmul", node.outputs[0])],
+    )
