@@ -43,7 +43,7 @@ BLOCKS = (16, 32, 64, 128)  # input channels; of 512 the provider gave zeros wit
 
 @dataclass(frozen=True)
 class _Stored:
-    """``block``: input channels of one scale. ``note``: what the fused kernel lacks; empty where it takes the weight."""
+    """``block``: input channels of one scale. ``note``: why the fused kernel does not take the weight, or nothing."""
 
     bits: int
     block: int

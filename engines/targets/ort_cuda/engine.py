@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime as ort
@@ -67,6 +67,15 @@ class _Captured:
     options: ort.RunOptions
     metadata: NDArray[np.int32]
     staging: _Staging
+
+
+class _Cache(NamedTuple):
+    """A buffer of one layer's keys or values on the GPU."""
+
+    address: int
+    block_bytes: int
+    shape: tuple[int, ...]
+    element: type[Any]
 
 
 class CudaPagedEngine:
@@ -130,7 +139,7 @@ class CudaPagedEngine:
         return False
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
-        for address, block_bytes in self._cache.values():
+        for address, block_bytes, _, _ in self._cache.values():
             size = block_bytes // BLOCK_TOKENS * tokens  # positions come first in a block
             self._device.move(address + target * block_bytes, address + source * block_bytes, size)
         self._device.wait()
@@ -194,13 +203,8 @@ class CudaPagedEngine:
         captured.binding.bind_input(
             ATTENTION_METADATA, "cpu", 0, np.int32, captured.metadata.shape, captured.metadata.ctypes.data
         )
-        for value in self._session.get_inputs():
-            if value.name in self._cache:
-                address, block_bytes = self._cache[value.name]
-                shape = (self._pad_block + 1, *value.shape[1:])
-                element = np.int8 if "int8" in value.type else np.float16
-                assert math.prod(shape[1:]) * np.dtype(element).itemsize == block_bytes
-                captured.binding.bind_input(value.name, "cuda", 0, element, shape, address)
+        for name, cache in self._cache.items():
+            captured.binding.bind_input(name, "cuda", 0, cache.element, cache.shape, cache.address)
         return captured
 
     def _bind(self, chosen: _Captured, wanted: int) -> None:
@@ -228,11 +232,12 @@ def _open(path: str) -> ort.InferenceSession:
         ) from error
 
 
-def _caches(device: CudaDevice, io: IOContract, blocks: int) -> dict[str, tuple[int, int]]:
-    """Address and bytes of a block of each cache, by the graph's input. A block is ``[block_tokens, KV, D]``."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, shape, element in paged_buffers(io.state, blocks, BLOCK_TOKENS):
-        block_bytes = math.prod(shape[1:]) * np.dtype(element).itemsize
+def _caches(device: CudaDevice, io: IOContract, blocks: int) -> dict[str, _Cache]:
+    """By the graph's input. A block is ``[block_tokens, KV, D]``."""
+    found: dict[str, _Cache] = {}
+    for name, (_, *heads, tokens, columns), element in paged_buffers(io.state, blocks, BLOCK_TOKENS):
+        block_bytes = math.prod((*heads, tokens, columns)) * np.dtype(element).itemsize
         address = device.allocate(blocks * block_bytes, f"the KV cache of {blocks * BLOCK_TOKENS} tokens")
-        found[f"past_key_values.{name}"] = address, block_bytes
+        shape = (blocks, tokens, *heads, columns)
+        found[f"past_key_values.{name}"] = _Cache(address, block_bytes, shape, np.dtype(element).type)
     return found

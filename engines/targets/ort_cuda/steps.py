@@ -49,7 +49,7 @@ def exact_bounds(run: Sequence[StepPiece]) -> Bounds:
 
 
 def require_bounds(bounds: Bounds, run: Sequence[StepPiece]) -> None:
-    """:class:`ResourceError` where a run does not keep bounds: its attention would be wrong, and nothing would say so."""
+    """:class:`ResourceError` where a run does not keep bounds: its attention would be wrong without an error."""
     found = exact_bounds(run)
     if found.new_tokens > bounds.new_tokens or found.tokens > bounds.tokens or found.tokens < bounds.least:
         raise ResourceError(
