@@ -217,19 +217,21 @@ class CudaPagedEngine:
 
 
 def _open(path: str) -> ort.InferenceSession:
-    """:class:`BuildError` where a node would run elsewhere than on the GPU, which no CUDA graph can hold."""
+    """:class:`BuildError` where a node would compute elsewhere than on the GPU: ONNX Runtime captures no such graph."""
     ort.preload_dlls()
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
-        return ort.InferenceSession(path, options, providers=[(PROVIDER, {"enable_cuda_graph": "1"})])
+        session = ort.InferenceSession(path, options, providers=[(PROVIDER, {"enable_cuda_graph": "1"})])
+        if session.get_providers()[0] != PROVIDER:
+            raise RuntimeError("ONNX Runtime could not load its CUDA provider, and takes the CPU's")
     except Exception as error:  # ONNX Runtime's errors have no class in common
         raise BuildError(
             f"{path} cannot be opened on the GPU: {str(error).splitlines()[0]}",
             expected="a graph that the CUDA provider runs, its libraries, and memory for the weights",
             remedy="run `tapeout doctor`; it names what is missing",
         ) from error
+    return session
 
 
 def _caches(device: CudaDevice, io: IOContract, blocks: int) -> dict[str, _Cache]:
