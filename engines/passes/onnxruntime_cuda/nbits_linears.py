@@ -88,7 +88,7 @@ def _unfit(weight: QuantizedWeight) -> str:
 
 def _stored(weight: QuantizedWeight) -> _Stored:
     bits = lowering_of(weight.scheme, BACKEND).stock_bits
-    if weight.zero_points is not None:
+    if widened(weight, bits).zero_points is not None:
         return _Stored(bits, weight.group_size, "zero points, which the fused kernel for many tokens does not take")
     if weight.group_size % FAST_BLOCK:
         return _Stored(bits, weight.group_size, f"groups of {weight.group_size}, too small for the fused kernel")
@@ -104,16 +104,13 @@ def _nbits(lowering: Lowering, label: str, node: ir.Node, parts: list[QuantizedW
     names, columns = weights_of(node), parts[0].codes.shape[1]
     outputs, blocks = sum(out_features_of(node)), columns // stored.block
     shape = (outputs, blocks, stored.block * stored.bits // 8)
-    scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
-    zero_points = [
-        pack(wide.zero_points, stored.bits)
-        for wide in (widened(part, stored.bits) for part in parts)
-        if wide.zero_points is not None
-    ]
+    wide = [widened(part, stored.bits) for part in parts]  # it may have other scales
+    scales = np.concatenate([part.scales for part in wide]).astype(np.float32)
+    zero_points = [pack(part.zero_points, stored.bits) for part in wide if part.zero_points is not None]
 
     def packed() -> NDArray[np.uint8]:
-        wide = [widened(lowering.weights.linear(name), stored.bits).codes for name in names]
-        return pack(np.concatenate(wide), stored.bits).reshape(shape)
+        codes = [widened(lowering.weights.linear(name), stored.bits).codes for name in names]
+        return pack(np.concatenate(codes), stored.bits).reshape(shape)
 
     inputs = [
         node.inputs[0],

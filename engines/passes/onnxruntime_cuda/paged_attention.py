@@ -49,8 +49,8 @@ def run(lowering: Lowering) -> PassResult:
         return PassResult(0, ("no attention in the graph",))
     if written := [n for n in model.graph if n.op_type in ("Cos", "Sin")]:
         raise BuildError(
-            f"{written[0].op_type} {written[0].outputs[0].name} computes rotary angles in the graph, and float16 has no "
-            "such positions",
+            f"{written[0].op_type} {written[0].outputs[0].name} computes rotary angles in the graph, and float16 holds "
+            "no position beyond 2,048 exactly",
             expected="a rotary embedding that is a table over positions",
             remedy="build for a target that computes in float32, such as ort-cpu",
         )

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 class OrtCuda(GraphTarget):
     name = "ort-cuda"
     capabilities = Capabilities(
-        libraries=(PACKAGE,), kv_dtypes=("float16", "int8"), float_type="fp16", operators=("Attention",)
+        libraries=(PACKAGE,),
+        kv_dtypes=("float16", "int8"),
+        float_type="fp16",
+        operators=("Attention",),
+        ahead_of_time=True,
     )
 
     @property
