@@ -3,11 +3,13 @@
     Linear(x) over codes    ->   MatMulNBits(x, packed codes, scales[, zero points][, bias])   weight-only
     Linear(x) over floats   ->   MatMul(x, transposed weight) [+ bias]
 
-The provider has a fused kernel for many tokens for symmetric codes of 4 and 8 bits in blocks of 32 only
-(``ORT_FPA_INTB_GEMM=1``); for other blocks it decodes the whole weight in every step of more than a few tokens. So a
-symmetric weight in larger groups is stored in blocks of 32 with each scale repeated: the same weight, in at most half a
-bit more. Asymmetric codes keep their groups. Codes of 5 and 6 bits are widened to 8. What has no blocks that the
-provider computes is decoded to the float type. The plan of the bundle names all of that, and the pass says why.
+The provider's fused kernel for any number of tokens takes symmetric codes of 4 and 8 bits in blocks of 32, without a
+bias; all else is decoded to float16 in every step of more than 16 tokens, of 5 where codes have 8 bits. So a symmetric
+weight in larger groups is stored in blocks of 32 with each scale repeated, the same weight in at most half a bit more,
+and its bias is added by a node of its own. Where the fused kernel has no tile for the input channels, blocks are of 16,
+which it does not take: it would be chosen and fail. Asymmetric codes keep their groups. Codes of 5 and 6 bits are
+widened to 8. What has no blocks that the provider computes is decoded to the float type. The plan of the bundle names
+all of that, and the pass says why.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from tapeout.quantized import QuantizedWeight
 
 BACKEND = "onnxruntime-cuda"  # the row of engines/lowerings.py
 FAST_BLOCK = 32  # of the provider's fused kernel
+FAST_COLUMNS = 64  # input channels of its tiles
 BLOCKS = (16, 32, 64, 128)  # input channels; of 512 the provider gave zeros without an error
 
 
@@ -66,7 +69,7 @@ def run(lowering: Lowering) -> PassResult:
             notes.append(f"{label}: {reason}; decoded to {lowering.float_type}")
             continue
         stored = _stored(parts[0])
-        put(lowering, node, [_nbits(lowering, label, node, parts, stored)], _described(parts[0], stored))
+        put(lowering, node, _nbits(lowering, label, node, parts, stored), _described(parts[0], stored))
         if stored.note:
             notes.append(f"{label}: {stored.note}")
     lowering.model.opset_imports[CONTRIB] = 1
@@ -92,6 +95,8 @@ def _stored(weight: QuantizedWeight) -> _Stored:
         return _Stored(bits, weight.group_size, "zero points, which the fused kernel for many tokens does not take")
     if weight.group_size % FAST_BLOCK:
         return _Stored(bits, weight.group_size, f"groups of {weight.group_size}, too small for the fused kernel")
+    if (columns := weight.codes.shape[1]) % FAST_COLUMNS:
+        return _Stored(bits, FAST_BLOCK // 2, f"{columns} input channels, for which the fused kernel has no tile")
     return _Stored(bits, FAST_BLOCK, "")
 
 
@@ -100,7 +105,9 @@ def _described(weight: QuantizedWeight, stored: _Stored) -> str:
     return f"MatMulNBits {described(weight)}{in_more_bits(weight, stored.bits)}{blocks}"
 
 
-def _nbits(lowering: Lowering, label: str, node: ir.Node, parts: list[QuantizedWeight], stored: _Stored) -> ir.Node:
+def _nbits(
+    lowering: Lowering, label: str, node: ir.Node, parts: list[QuantizedWeight], stored: _Stored
+) -> list[ir.Node]:
     names, columns = weights_of(node), parts[0].codes.shape[1]
     outputs, blocks = sum(out_features_of(node)), columns // stored.block
     shape = (outputs, blocks, stored.block * stored.bits // 8)
@@ -117,13 +124,16 @@ def _nbits(lowering: Lowering, label: str, node: ir.Node, parts: list[QuantizedW
         deferred(lowering.model, f"{label}.codes", shape, ir.DataType.UINT8, packed),
         initializer(lowering.model, f"{label}.scales", np.repeat(scales, parts[0].group_size // stored.block, axis=1)),
         initializer(lowering.model, f"{label}.zero_points", np.concatenate(zero_points)) if zero_points else None,
-        None,
-        stacked_bias(lowering, node),
     ]
-    return ir.node(
+    matmul = ir.node(
         "MatMulNBits",
         trimmed(inputs),
         attributes={"K": columns, "N": outputs, "bits": stored.bits, "block_size": stored.block},
         domain=CONTRIB,
         outputs=[new_value(f"{label}.matmul", node.outputs[0])],
     )
+    bias = stacked_bias(lowering, node)
+    if bias is None:
+        return [matmul]
+    # ONNX Runtime would fuse an Add into MatMulNBits again.
+    return [matmul, ir.node("Sum", [matmul.outputs[0], bias], outputs=[new_value(f"{label}.biased", node.outputs[0])])]

@@ -44,6 +44,7 @@ from tapeout.state import paged_buffers
 PROVIDER = "CUDAExecutionProvider"
 RUN_TOKENS = 2048  # a step is run in pieces of so many tokens
 LOGIT_ROWS = 256  # there is room for: where more are wanted, pieces are of as many tokens
+FUSED_LINEARS = "ep.cuda.fpa_intb_gemm"  # else MatMulNBits decodes the whole weight for more than a few tokens
 EAGER = -1  # a graph id: nothing is captured
 
 
@@ -221,6 +222,7 @@ def _open(path: str) -> ort.InferenceSession:
     ort.preload_dlls()
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    options.add_session_config_entry(FUSED_LINEARS, "1")
     try:
         session = ort.InferenceSession(path, options, providers=[(PROVIDER, {"enable_cuda_graph": "1"})])
         if session.get_providers()[0] != PROVIDER:
