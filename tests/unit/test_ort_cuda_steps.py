@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -89,7 +91,7 @@ def test_arrays_of_a_step_do_not_overlap_and_are_aligned(tokens: int, entries: i
 def test_bounds_of_buckets_cover_every_length_once(max_tokens: int) -> None:
     bounds = [bucket.bounds for bucket in buckets(max_tokens, [1])]
     assert bounds[0].least == 1 and bounds[-1].tokens == max_tokens
-    assert all(after.least == before.tokens + 1 for before, after in zip(bounds, bounds[1:], strict=False))
+    assert all(after.least == before.tokens + 1 for before, after in pairwise(bounds))
 
 
 @given(runs(most=1))

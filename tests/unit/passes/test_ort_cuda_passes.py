@@ -133,10 +133,10 @@ def test_the_same_bundle_is_built_twice(tmp_path: Path) -> None:
     assert first == second
 
 
-REFUSED = {
-    "lfm2": "CausalConv|Conv",
-    "qwen3-moe": "Experts",
-}
+@pytest.mark.parametrize(("family", "operator"), [("lfm2", "CausalConv"), ("mixtral", "Experts")])
+def test_operators_other_than_attention_are_refused_by_name(family: str, operator: str, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=f"the model has {operator}, which ort-cuda does not compute"):
+        cuda_bundle(family, tmp_path / "bundle")
 
 
 def test_rotary_angles_in_float16_are_refused(tmp_path: Path) -> None:
