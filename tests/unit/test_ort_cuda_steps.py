@@ -16,7 +16,7 @@ from engines.targets.ort_cuda.steps import (
     BATCHES,
     MAX_BATCH,
     NO_WRITE,
-    Bounds,
+    LengthBounds,
     bucket_of,
     buckets,
     bytes_of,
@@ -126,4 +126,4 @@ def test_more_sequences_than_a_bucket_has_are_not_captured() -> None:
     run = [StepPiece(n, [1], 5, [n], [0], -1, -1) for n in range(5)]
     assert bucket_of(run, buckets(100, [1, 4])) is None
     assert max(BATCHES) == MAX_BATCH == 256
-    assert buckets(100, [4])[0].bounds == Bounds(1, 100, 1)
+    assert buckets(100, [4])[0].bounds == LengthBounds(1, 100, 1)

@@ -3,7 +3,7 @@
 All inputs of a step lie in one buffer of the host, and one copy takes them to fixed addresses of the GPU. A step of one
 token a sequence runs in the smallest bucket that holds it, which was captured when the engine was opened: ONNX Runtime
 runs a graph id twice, captures it, and replays it from then on. Any other step runs as it is, with graph id -1. What is
-frozen in a graph is the number of rows and the bounds of attention (:class:`engines.targets.ort_cuda.steps.Bounds`).
+frozen in a graph is the number of rows, and the bounds of attention (``steps.LengthBounds``).
 
 Logits are copied to the host, where tokens are chosen: the provider's ArgMax promises no order among equals.
 """
@@ -26,8 +26,8 @@ from engines.targets.ort_cuda.device import CudaDevice
 from engines.targets.ort_cuda.steps import (
     BATCHES,
     MAX_BATCH,
-    Bounds,
-    Bucket,
+    DecodeBucket,
+    LengthBounds,
     bucket_of,
     buckets,
     bytes_of,
@@ -111,7 +111,7 @@ class CudaPagedEngine:
         self._cache = _caches(self._device, io, blocks + 1)
         self._logits = self._device.allocate(LOGIT_ROWS * io.vocab_size * 4, "logits")
         self._eager = self._captured(EAGER, self._staging(self._run_tokens, MAX_BATCH, LOGIT_ROWS))
-        self._graphs: dict[Bucket, _Captured] = {}
+        self._graphs: dict[DecodeBucket, _Captured] = {}
         staged: dict[int, _Staging] = {}
         for number, bucket in enumerate(buckets(io.max_tokens, batches), 1):
             rows = bucket.rows
@@ -179,7 +179,7 @@ class CudaPagedEngine:
         self._device.upload(staging.address, staging.host, size)
         self._session.run_with_iobinding(chosen.binding, chosen.options)
 
-    def _capture(self, bucket: Bucket) -> None:
+    def _capture(self, bucket: DecodeBucket) -> None:
         """One call: ONNX Runtime itself runs the step until it is captured. Its rows are padding."""
         chosen = self._graphs[bucket]
         self._bind(chosen, bucket.rows)
@@ -200,7 +200,9 @@ class CudaPagedEngine:
     def _captured(self, graph: int, staging: _Staging) -> _Captured:
         options = ort.RunOptions()
         options.add_run_config_entry("gpu_graph_id", str(graph))
-        captured = _Captured(self._session.io_binding(), options, np.zeros(len(Bounds._fields), np.int32), staging)
+        captured = _Captured(
+            self._session.io_binding(), options, np.zeros(len(LengthBounds._fields), np.int32), staging
+        )
         captured.binding.bind_input(
             ATTENTION_METADATA, "cpu", 0, np.int32, captured.metadata.shape, captured.metadata.ctypes.data
         )

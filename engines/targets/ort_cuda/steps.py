@@ -24,7 +24,7 @@ NO_WRITE = -1  # in the slot mapping
 _ELEMENTS: Mapping[str, Any] = {"input_ids": np.int64, "logit_positions": np.int64, "position_ids": np.int64}
 
 
-class Bounds(NamedTuple):
+class LengthBounds(NamedTuple):
     """``attention_metadata``. ``tokens``: of a sequence after the step. ``least``: of the longest sequence.
 
     They need not be exact. A ``new_tokens`` or ``tokens`` that is too small omits attention without an error, and a
@@ -36,19 +36,19 @@ class Bounds(NamedTuple):
     least: int
 
 
-class Bucket(NamedTuple):
+class DecodeBucket(NamedTuple):
     """A captured decode step: ``rows`` sequences of one new token, under ``bounds``."""
 
     rows: int
-    bounds: Bounds
+    bounds: LengthBounds
 
 
-def exact_bounds(run: Sequence[StepPiece]) -> Bounds:
+def exact_bounds(run: Sequence[StepPiece]) -> LengthBounds:
     longest = max(piece.start + len(piece.tokens) for piece in run)
-    return Bounds(max(len(piece.tokens) for piece in run), longest, longest)
+    return LengthBounds(max(len(piece.tokens) for piece in run), longest, longest)
 
 
-def require_bounds(bounds: Bounds, run: Sequence[StepPiece]) -> None:
+def require_bounds(bounds: LengthBounds, run: Sequence[StepPiece]) -> None:
     """:class:`ResourceError` where a run does not keep bounds: its attention would be wrong without an error."""
     found = exact_bounds(run)
     if found.new_tokens > bounds.new_tokens or found.tokens > bounds.tokens or found.tokens < bounds.least:
@@ -59,21 +59,21 @@ def require_bounds(bounds: Bounds, run: Sequence[StepPiece]) -> None:
         )
 
 
-def buckets(max_tokens: int, batches: Sequence[int] = BATCHES) -> list[Bucket]:
+def buckets(max_tokens: int, batches: Sequence[int] = BATCHES) -> list[DecodeBucket]:
     """All that are captured, for sequences of up to ``max_tokens``.
 
     >>> [bucket.bounds for bucket in buckets(3000, [8])]
-    [Bounds(new_tokens=1, tokens=1024, least=1), Bounds(new_tokens=1, tokens=2048, least=1025), \
-Bounds(new_tokens=1, tokens=3000, least=2049)]
+    [LengthBounds(new_tokens=1, tokens=1024, least=1), LengthBounds(new_tokens=1, tokens=2048, least=1025), \
+LengthBounds(new_tokens=1, tokens=3000, least=2049)]
     """
     ends = [min(FIRST_BOUND, max_tokens)]
     while ends[-1] < max_tokens:
         ends.append(min(2 * ends[-1], max_tokens))
-    bounds = [Bounds(1, end, before + 1) for before, end in zip([0, *ends], ends, strict=False)]
-    return [Bucket(rows, bound) for rows in batches for bound in bounds]
+    bounds = [LengthBounds(1, end, before + 1) for before, end in zip([0, *ends], ends, strict=False)]
+    return [DecodeBucket(rows, bound) for rows in batches for bound in bounds]
 
 
-def bucket_of(run: Sequence[StepPiece], known: Sequence[Bucket]) -> Bucket | None:
+def bucket_of(run: Sequence[StepPiece], known: Sequence[DecodeBucket]) -> DecodeBucket | None:
     """The smallest that a run fits; None for a run that is not one token each of at most as many sequences."""
     if any(len(piece.tokens) != 1 for piece in run):
         return None
