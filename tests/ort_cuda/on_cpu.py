@@ -104,7 +104,7 @@ class HostBinding:
     def array(self, name: str) -> NDArray[Any]:
         at, shape, element = self.bound[name]
         size = math.prod(shape) * np.dtype(element).itemsize
-        return np.frombuffer((ctypes.c_uint8 * size).from_address(at), element).reshape(shape)
+        return np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(at)), element).reshape(shape)
 
 
 class HostSession:
@@ -122,7 +122,7 @@ class HostSession:
         self._frozen: dict[str, Any] = {}
 
     def get_inputs(self) -> list[ort.NodeArg]:
-        return self._session.get_inputs()
+        return list(self._session.get_inputs())
 
     def io_binding(self) -> HostBinding:
         return HostBinding(self)

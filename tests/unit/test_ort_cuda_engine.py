@@ -91,7 +91,7 @@ SCHEMES = {
     "other widths": {
         "qkv": Scheme(bits=6, group_size=32, symmetric=True),
         "o": Scheme(bits=5, group_size=32, symmetric=False),
-        "gate_up": Scheme(format="mxfp4", group_size=32, symmetric=True),
+        "gate_up": Scheme(format="mxfp4", bits=4, group_size=32, symmetric=True),
         "down": Scheme(bits=4, group_size=64, symmetric=True),
     },
 }

@@ -31,7 +31,7 @@ def run(lowering: Lowering) -> PassResult:
         name = next((value.name for value in (left, right) if is_parameter(value)), None)
         if name is None or left.shape is None or right.shape is None:
             continue
-        shape = np.broadcast_shapes(*(tuple(int(size) for size in value.shape or ()) for value in (left, right)))
+        shape = np.broadcast_shapes(left.shape.numpy(), right.shape.numpy())
         folded = deferred(
             lowering.model,
             f"{name}.folded",

@@ -100,7 +100,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, slots: ir.Value, metad
             continue
         created.append(ir.node("Reshape", [part, sizes(model, -1, width)]))
         rows.append(created[-1].outputs[0])
-        rows[-1].type = part.type
+        created[-1].outputs[0].type = part.type
     for cache in caches:
         assert cache is not None
         cache.shape = ir.Shape(["blocks", "block_tokens", kv_heads, head_size])

@@ -32,7 +32,7 @@ class CudaDevice:
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Bytes of zeros in memory of the host that the GPU reads without a copy of its own."""
         self._host.append(self._allocated(self._cuda.cudaMallocHost, size, "the inputs of a step"))
-        array = np.frombuffer((ctypes.c_uint8 * size).from_address(self._host[-1]), np.uint8)
+        array = np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(self._host[-1])), np.uint8)
         array[:] = 0
         return array
 

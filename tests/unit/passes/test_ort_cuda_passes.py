@@ -97,7 +97,7 @@ STORED = {
     "6 bits": (Scheme(bits=6, group_size=32, symmetric=True), (8, 32), ""),
     "zero points": (Scheme(bits=4, group_size=32, symmetric=False), (4, 32), "zero points"),
     "small groups": (Scheme(bits=8, group_size=16, symmetric=True), (8, 16), "too small for the fused kernel"),
-    "floats of 4 bits": (Scheme(format="mxfp4", group_size=32, symmetric=True), (8, 32), ""),
+    "floats of 4 bits": (Scheme(format="mxfp4", bits=4, group_size=32, symmetric=True), (8, 32), ""),
     "static int8": (Scheme(bits=8, activations="int8"), None, "static int8 inputs"),
 }
 
