@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tapeout.quantized import QuantizedWeight
 
-CACHES = ("float32", "int8")  # as the graph has them before it becomes float16
+CACHES = ("float16", "int8")
 NONE = "ONNX Runtime's CUDA provider has operators of its own"
 
 
