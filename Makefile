@@ -15,7 +15,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help repro test check style types types-in-file pytest install bench-peers bench-serving simulate-gate clean
+.PHONY: help repro test check style types types-in-file pytest install fetch-onnxruntime-gpu bench-peers bench-serving simulate-gate clean
 
 help:
 	@echo "make repro   install, then build, judge and register the engine of params.yaml"
@@ -53,6 +53,10 @@ types-in-file: $(INSTALLED)
 	pyright >$(TYPES) 2>&1
 
 install: $(INSTALLED)
+
+# For the dry run of ort-cuda: 256 MB, into the cache, not into the environment.
+fetch-onnxruntime-gpu: $(INSTALLED)
+	python -m tests.ort_cuda.fetch
 
 OURS ?= near-lossless=artifacts/candidate
 bench-peers: $(INSTALLED)

@@ -15,6 +15,8 @@ GREEDY = (
 )
 # Inputs of a graph over pools of blocks and slots (engines/passes/onnxruntime/cached_attention.py)
 OFFSETS, STARTS, BLOCK_TABLE = "offsets", "starts", "block_table"
+# Of a graph with PagedAttention (engines/passes/onnxruntime_cuda/paged_attention.py)
+SLOT_MAPPING, ATTENTION_METADATA = "slot_mapping", "attention_metadata"
 SLOTS = "slots"  # int32 [B]: of recurrent state, only where a layer has some
 BLOCK_TOKENS = 64  # of a KV block on ort-cpu: a tile of keys of the attention kernel lies in one block
 NEXT_TOKENS = "next_tokens"  # output of the same graph
@@ -33,8 +35,8 @@ class PassReport(Frozen):
 class IOContract(Frozen):
     """What an engine must bind. Buffers of state are updated in place.
 
-    On ``ort-cpu`` the tokens of all sequences are packed, and buffers of paged state hold blocks. On other targets they
-    hold ``max_tokens`` positions of each sequence, and are bound as the outputs ``present`` too.
+    On ``ort-cpu`` and ``ort-cuda`` the tokens of all sequences are packed, and buffers of paged state hold blocks. On
+    other targets they hold ``max_tokens`` positions of each sequence, and are bound as the outputs ``present`` too.
     """
 
     inputs: tuple[str, ...]

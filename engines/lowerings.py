@@ -31,15 +31,18 @@ class Linears:
 
 
 def lowering_of(scheme: Scheme, backend: str) -> Linears:
-    """``backend``: onnxruntime or tensorrt."""
+    """``backend``: onnxruntime, onnxruntime-cuda or tensorrt."""
     found = formats()[scheme.format]
     static = GATHERED if scheme.activations == "int8" else ""
     if backend == "tensorrt":
         own = ("int4_linears",) if scheme.format == "int4" else ()
         return Linears((*own, "float_linears"), embedding=static)
-    if static:
+    if static and backend == "onnxruntime":
         return Linears(("static_int8_linears",), embedding=static)
     least = found.integer_bits if isinstance(found, NumberFormat) else 0
-    if not least:
+    stock = min((bits for bits in STOCK_BITS if bits >= least), default=0) if least else 0
+    if backend == "onnxruntime-cuda":
+        return Linears(("nbits_linears",), stock, embedding=static)
+    if not stock:
         return Linears(("linear_kernels",))
-    return Linears(("block_linears", "linear_kernels"), min(bits for bits in STOCK_BITS if bits >= least))
+    return Linears(("block_linears", "linear_kernels"), stock)

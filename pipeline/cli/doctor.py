@@ -112,6 +112,7 @@ def diagnose(recipe: BaseRecipe | None, folder: Path) -> Diagnosis:
     sources = () if recipe is None else (recipe.model.source, recipe.data.source)
     services = (*(source(name) for name in sources), registry(tracking_uri()))
     abilities = (
+        ort_cuda(),
         _ability(f"run an {DEFAULT_TARGET} engine", run),
         _ability(f"build an {DEFAULT_TARGET} engine from the recipe", (*machine, *run, *build, *services)),
     )
@@ -185,6 +186,17 @@ def cuda() -> Finding:
         known = "no kernels for its compute capability"
         return Finding("cuda engines", Status.ABSENT, f"{found.name}: {known} {capability}", "use another GPU")
     return Finding("cuda engines", Status.OK, f"{found.name}: {found.architectures[-1]}, {driver}", "")
+
+
+def ort_cuda() -> Finding:
+    """Whether engines of ``ort-cuda`` run here; they are built anywhere, and nothing here needs them."""
+    from engines.targets.ort_cuda import hardware
+
+    subject = "run an ort-cuda engine"
+    found, _, remedy = hardware.refusal()
+    if found:
+        return Finding(subject, Status.ABSENT, f"no: {found}", f"not needed; {remedy}")
+    return Finding(subject, Status.OK, f"yes: {hardware.capability()}, {hardware.PACKAGE} {hardware.VERSION}")
 
 
 def pinned() -> dict[str, str]:

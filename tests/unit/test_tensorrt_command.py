@@ -201,6 +201,19 @@ def test_the_candidate_is_built_for_a_level_of_a_cpu(here: Path, capsys: pytest.
     assert built.parents["quantized"] == artifact.load(checkpoint, QuantizedModel).ref
 
 
+def test_the_candidate_is_built_for_a_target_that_does_not_run_here(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", "--target", "my-chip:a1", "--precision", "int4", "--documents", "0"]) == 0
+    checkpoint = here / "artifacts/targets/int4/quantized"
+    assert main(["build", "--target", "ort-cuda", "--checkpoint", str(checkpoint)]) == 0
+    assert "set build.target to ort-cuda" in capsys.readouterr().out
+    built = artifact.load(here / "artifacts/targets/ort-cuda", EngineBundle).record
+    assert built.target == "ort-cuda" and built.operator_counts["MatMulNBits"]
+    assert main(["build", "--target", "ort-cuda", "--explain"]) == 0
+    assert "paged_attention" in capsys.readouterr().out
+
+
 def test_int4_weights_are_quantized_on_the_calibration(here: Path) -> None:
     assert main(["build", "--target", "my-chip:a1", "--precision", "int4"]) == 0
     folder = here / "artifacts/targets/int4"

@@ -29,7 +29,7 @@ def run(lowering: Lowering) -> PassResult:
         if n.op_type == "Gather" and n.inputs[0] is not None and n.inputs[0].name == name
     ]
     if not isinstance(weight, QuantizedWeight):
-        lowering.plan["embedding"] = "Gather fp32"
+        lowering.plan["embedding"] = f"Gather {lowering.float_type}"
         return PassResult(0, (f"{name}: it is not quantized; it is gathered in float",))
     if not nodes:
         return PassResult(0, (f"{name}: no Gather reads it; its codes are left unused",))
@@ -41,7 +41,7 @@ def run(lowering: Lowering) -> PassResult:
             remedy="run `dvc repro quantize`",
         )
     if not known.stock_bits:
-        lowering.plan["embedding"] = f"Gather fp32, decoded from {weight.scheme.name}"
+        lowering.plan["embedding"] = f"Gather {lowering.float_type}, decoded from {weight.scheme.name}"
         return PassResult(0, (f"{name}: no operator gathers {weight.scheme.name}; it is gathered in float",))
     kernels = lowering.kernels
     reason = kernels.unsupported("BlockGather") or kernels.unsupported_weight(weight)

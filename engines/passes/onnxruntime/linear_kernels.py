@@ -52,10 +52,11 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
         put(lowering, node, nodes, f"MatMulNBits {described(parts[0])}{in_more_bits(parts[0], bits)}")
     else:
         decoded = f", decoded from {parts[0].scheme.name}" if parts else ""
-        put(lowering, node, _float(lowering, label, node), f"MatMul fp32{decoded}")
+        put(lowering, node, float_nodes(lowering, label, node), f"MatMul fp32{decoded}")
 
 
-def _float(lowering: Lowering, label: str, node: ir.Node) -> list[ir.Node]:
+def float_nodes(lowering: Lowering, label: str, node: ir.Node) -> list[ir.Node]:
+    """A matmul over the decoded weight, and its bias."""
     names, first = weights_of(node), _read(lowering, node)[0]
     columns = (first.codes if isinstance(first, QuantizedWeight) else first).shape[1]
     # Not ".weight": an untied head's parameter is called so, and is still an initializer here.

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from engines.passes.base import Lowering, PassResult, defer
 from tapeout.errors import BuildError
 
+# Inputs that stay in float32, by their places: the scales of a KV cache.
+FLOAT32_INPUTS = {"PagedAttention": (14, 15)}
 TYPES: dict[str, tuple[ir.DataType, Any]] = {
     "fp16": (ir.DataType.FLOAT16, np.float16),
     "bf16": (ir.DataType.BFLOAT16, ml_dtypes.bfloat16),
@@ -29,7 +31,7 @@ def run(lowering: Lowering) -> PassResult:
     dtype, element = TYPES[lowering.float_type]
     changed = 0
     for name, value in graph.initializers.items():
-        if value.dtype != ir.DataType.FLOAT:
+        if value.dtype != ir.DataType.FLOAT or _stays(value):
             continue
         tensor = value.const_value
         assert tensor is not None
@@ -55,6 +57,10 @@ def run(lowering: Lowering) -> PassResult:
     return PassResult(changed)
 
 
+def _stays(value: ir.Value) -> bool:
+    return bool(value.uses()) and all(use.idx in FLOAT32_INPUTS.get(use.node.op_type, ()) for use in value.uses())
+
+
 def _narrowed(lowering: Lowering, name: str, tensor: ir.TensorProtocol, element: Any) -> NDArray[Any]:
     values = lowering.weights.weight(name) if isinstance(tensor, ir.ExternalTensor) else tensor.numpy()
     return _narrow(name, values, element)
@@ -67,6 +73,6 @@ def _narrow(name: str, values: NDArray[Any], element: Any) -> NDArray[Any]:
         raise BuildError(
             f"{name} holds values up to {np.abs(values).max():.3g}",
             expected=f"what {np.dtype(element).name} can represent",
-            remedy="build with --precision bf16",
+            remedy="build with --precision bf16, or for a target that computes in float32",
         )
     return narrowed

@@ -1,0 +1,50 @@
+"""What the passes that ``ort-cuda`` shares with ``ort-cpu`` may use: attention, and no kernel of our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tapeout.quantized import QuantizedWeight
+
+CACHES = ("float16", "int8")
+NONE = "ONNX Runtime's CUDA provider has operators of its own"
+
+
+class ProviderOperators:
+    """See :class:`engines.kernels.kernel_set.KernelSet`.
+
+    ``CachedAttention`` stands for the provider's PagedAttention, which takes its place (``paged_attention``).
+    """
+
+    @property
+    def exact_signed_products(self) -> bool:
+        """No linear here has activations in int8."""
+        return True
+
+    def unsupported(self, operator: str) -> str:
+        return "" if operator == "CachedAttention" else NONE
+
+    def unsupported_weight(self, weight: QuantizedWeight) -> str:
+        return NONE
+
+    def unsupported_cache(self, dtype: str, head_size: int) -> str:
+        if dtype not in CACHES:
+            return f"a KV cache in {dtype}, where ort-cuda has float16 and int8"
+        if head_size % 8 or head_size > 256:
+            return f"heads of {head_size} channels, where PagedAttention takes multiples of 8 up to 256"
+        return ""
+
+    def code_bits(self, weight: QuantizedWeight) -> int:
+        raise NotImplementedError(NONE)
+
+    def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, ...]:
+        raise NotImplementedError(NONE)
+
+    def pack_codes(self, codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+        raise NotImplementedError(NONE)
+
+    def pack_scales(self, values: NDArray[Any]) -> NDArray[Any]:
+        raise NotImplementedError(NONE)
