@@ -1694,8 +1694,8 @@ static int64_t random_thing(const Node* node) {
   const int64_t inputs = (int64_t)node->context.input_count, thing = random_int(0, inputs + 1);
   const int checks_values = !strcmp(node->what, "CachedAttention") || !strcmp(node->what, "BlockGather") ||
                             !strcmp(node->what, "QuantizeActivations") || !strcmp(node->what, "NormRows") ||
-                            !strcmp(node->what, "CausalConv") || strstr(node->what, "Experts") ||
-                             is_recurrence(node) || !strcmp(node->what, "GatedNorm");
+                            !strcmp(node->what, "CausalConv") || strstr(node->what, "Experts") || is_recurrence(node) ||
+                            !strcmp(node->what, "GatedNorm");
   if (checks_values && one_in(2)) return MOST_INPUTS + 1;
   return thing < inputs ? thing : MOST_INPUTS + thing - inputs;
 }
