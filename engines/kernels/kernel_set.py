@@ -7,12 +7,15 @@ says why; attention that it cannot take is refused.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tapeout.quantized import QuantizedWeight
+
+# Norms of the heads of queries and keys, and rotary that turns only the first channels of a head.
+AttentionPart = Literal["head norms", "partial rotary"]
 
 
 class KernelSet(Protocol):
@@ -33,6 +36,10 @@ class KernelSet(Protocol):
 
     def unsupported_cache(self, dtype: str, head_size: int) -> str:
         """Why no attention of the set reads a KV cache in float32, int8 or int4, with so many channels a head."""
+        ...
+
+    def unsupported_in_attention(self, part: AttentionPart) -> str:
+        """Why no attention of the set computes this as well; it then stays with the operators of the runtime."""
         ...
 
     def code_bits(self, weight: QuantizedWeight) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from engines.kernels.cpu import Level, unsupported
 from engines.kernels.cpu.packing import STEP, TILE, by_tile, joined_steps, packed, tiles_of
+from engines.kernels.kernel_set import AttentionPart
 from engines.kernels.operators import OPERATORS
 from tapeout.fingerprint import cpu_features
 from tapeout.quantized import QuantizedWeight, format_of
@@ -56,6 +57,9 @@ class CpuKernels:
             return f"a KV cache in {dtype}, where there are kernels for {' and '.join(CACHES)}"
         if head_size % HEAD_SIZES or head_size > LARGEST_HEAD:
             return f"heads of {head_size} channels, where kernels take multiples of {HEAD_SIZES} up to {LARGEST_HEAD}"
+        return ""
+
+    def unsupported_in_attention(self, part: AttentionPart) -> str:
         return ""
 
     def code_bits(self, weight: QuantizedWeight) -> int:

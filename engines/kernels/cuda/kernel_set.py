@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.kernels.cuda.packing import by_row_pair, chunks_of, packed, tiles_of
+from engines.kernels.kernel_set import AttentionPart
 from tapeout.quantized import QuantizedWeight, format_of
 
 CODE_BITS = (4, 5, 6, 8)
@@ -52,6 +53,9 @@ class CudaKernels:
         if head_size not in HEAD_SIZES:
             return f"heads of {head_size} channels, where kernels take {', '.join(map(str, HEAD_SIZES))}"
         return ""
+
+    def unsupported_in_attention(self, part: AttentionPart) -> str:
+        return f"attention of the CUDA kernels has no {part}"
 
     def code_bits(self, weight: QuantizedWeight) -> int:
         return min(known for known in CODE_BITS if known >= format_of(weight.scheme).integer_bits)

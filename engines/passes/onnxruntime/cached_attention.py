@@ -99,20 +99,23 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
     interleaved = 0
     if turned_q is not None and turned_k is not None:
         (rotary_q, source_q), (rotary_k, source_k) = turned_q, turned_k
-        note = _not_foldable(rotary_q, rotary_k, dimension(rotary_q.inputs[0], 3))
+        note = _not_foldable(lowering, rotary_q, rotary_k, head_size)
         if not note:
             cos, sin, interleaved = *rotary_q.inputs[1:3], attribute(rotary_q, "interleaved", 0)
             query, key = source_q, source_k
     norms = [norm for value4d in (query, key) if (norm := _norm(value4d, head_size)) is not None]
+    norm_note = ""
     if len(norms) != 2 or norms[0].epsilon != norms[1].epsilon:
         norms = []
+    elif reason := lowering.kernels.unsupported_in_attention("head norms"):
+        norms, norm_note = [], f"{reason}; norms of queries and keys stay nodes"
     created: list[ir.Node] = []
     sources = [(norm.source, norm.by_token) for norm in norms] or [(query, False), (key, False)]
     flat = [
         _flatten(model, source, count * head_size, created, by_token)
         for (source, by_token), count in zip((*sources, (value, False)), (heads, kv_heads, kv_heads), strict=True)
     ]
-    notes = [note] if note else []
+    notes = [found for found in (note, norm_note) if found]
     packed = _packed(flat)
     if packed is None and any(_is_part_of_linear(part) for part in flat):
         notes.append("more happens to queries or keys than rotation, so one linear is split before attention")
@@ -206,15 +209,16 @@ def _norm(value: ir.Value, head_size: int) -> _HeadNorm | None:
     return _HeadNorm(source, exchange is not None, weight, attribute(norm, "epsilon", 1e-5))
 
 
-def _not_foldable(rotary_q: ir.Node, rotary_k: ir.Node, head_size: int) -> str:
-    cos, other = rotary_q.inputs[1], rotary_k.inputs[1]
+def _not_foldable(lowering: Lowering, rotary_q: ir.Node, rotary_k: ir.Node, head_size: int) -> str:
+    (cos, other), turned = (rotary_q.inputs[1], rotary_k.inputs[1]), dimension(rotary_q.inputs[0], 3)
     if cos is not other:
         return "queries and keys use different rotary tables; rotary stays a node"
     if cos is None or not cos.is_initializer():
         return "its rotary table is not constant; rotary stays a node"
-    if attribute(rotary_q, "rotary_embedding_dim", 0) not in (0, head_size):
+    if attribute(rotary_q, "rotary_embedding_dim", 0) not in (0, turned):
         return "rotary covers part of the head; rotary stays a node"
-    return ""
+    reason = lowering.kernels.unsupported_in_attention("partial rotary") if turned < head_size else ""
+    return reason and f"{reason}; rotary stays a node"
 
 
 def _flatten(model: ir.Model, value: ir.Value, width: int, created: list[ir.Node], by_token: bool) -> ir.Value:

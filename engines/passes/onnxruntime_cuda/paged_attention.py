@@ -1,12 +1,11 @@
 """Attention over a pool of KV blocks becomes PagedAttention, ONNX Runtime's own operator for CUDA.
 
-    CachedAttention(q, k, v, caches, offsets, starts, block_table, cos, sin[, scales])     [1, N, width]
-        ->  PagedAttention(q, k, v, caches, offsets, starts, block_table, cos, sin,        [N, width]
-                           slot_mapping, scales, attention_metadata)
+    CachedAttention(q, k, v, caches, offsets, starts, block_table, cos, sin[, scales, norms])     [1, N, width]
+        ->  PagedAttention(q, k, v, caches, offsets, starts, block_table, cos, sin,               [N, width]
+                           slot_mapping, norms, scales, attention_metadata)
 
-Rotary, window, soft cap and a packed input are what ``cached_attention`` made of them. Norms of query and key heads
-are fused, and what is packed before them stays so. Its caches are ``[blocks, KV, block_tokens, D]``, those of
-PagedAttention ``[blocks, block_tokens, KV, D]``; both are written in place.
+Rotary, norms of heads, window, soft cap and a packed input are what ``cached_attention`` made of them. Its caches are
+``[blocks, KV, block_tokens, D]``, those of PagedAttention ``[blocks, block_tokens, KV, D]``; both are written in place.
 
 Two inputs are new. ``slot_mapping [N]`` says where each token's key and value are written, ``block * block_tokens +
 offset``, and -1 for a row that pads a step. ``attention_metadata [3]`` lies in CPU memory: bounds on the new tokens of
@@ -28,11 +27,9 @@ from engines.passes.base import (
     CONTRIB,
     Lowering,
     PassResult,
-    attribute,
     constant,
     dimension,
     new_value,
-    producer_of,
     replace,
     sizes,
 )
@@ -56,13 +53,11 @@ def run(lowering: Lowering) -> PassResult:
         )
     slots = _input(model, SLOT_MAPPING, ["tokens"])
     metadata = _input(model, ATTENTION_METADATA, [METADATA_BOUNDS])
-    notes: list[str] = []
     for node in nodes:
-        layer = layer_of_node(node)
-        notes += (f"layer {layer}: {note}" for note in _lower(lowering, layer, node, slots, metadata))
+        _lower(lowering, layer_of_node(node), node, slots, metadata)
     model.opset_imports[CONTRIB] = 1
     model.opset_imports.pop(DOMAIN, None)
-    return PassResult(len(nodes), tuple(notes))
+    return PassResult(len(nodes))
 
 
 def _input(model: ir.Model, name: str, shape: Sequence[str | int]) -> ir.Value:
@@ -71,24 +66,14 @@ def _input(model: ir.Model, name: str, shape: Sequence[str | int]) -> ir.Value:
     return value
 
 
-def _lower(lowering: Lowering, layer: int, node: ir.Node, slots: ir.Value, metadata: ir.Value) -> list[str]:
-    """Replace one node. Returns what could not be fused into it."""
+def _lower(lowering: Lowering, layer: int, node: ir.Node, slots: ir.Value, metadata: ir.Value) -> None:
+    """Replace one node."""
     model = lowering.model
     query, key, value, *caches = node.inputs[:5]
     offsets, starts, table = node.inputs[5:8]
-    cos, sin, key_scales, value_scales = [*node.inputs[8:], None, None, None, None][:4]
+    cos, sin, key_scales, value_scales, query_norm, key_norm = [*node.inputs[8:], *[None] * 6][:6]
     heads, kv_heads = node.attributes["num_heads"].as_int(), node.attributes["kv_num_heads"].as_int()
     head_size = dimension(caches[0], 3)
-    query_norm = key_norm = None
-    epsilon, notes = 0.0, list[str]()
-    if query is not None and key is not None and (_norm(query) or _norm(key)):
-        found = _norms(query, key, heads, kv_heads, head_size)
-        if isinstance(found, str):
-            notes.append(found)
-        else:
-            query, key, query_norm, key_norm, epsilon = found
-            if (packed := _packed(query, key, value)) is not None:
-                query, key, value = packed, None, None
     widths = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
     if key is None:
         widths[0] = sum(widths)
@@ -110,7 +95,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, slots: ir.Value, metad
         if scale is not None:
             attributes[f"{part}_quant_type"] = ir.AttrString(f"{part}_quant_type", "PER_CHANNEL")
     if query_norm is not None:
-        attributes["qk_norm_epsilon"] = ir.AttrFloat32("qk_norm_epsilon", epsilon)
+        attributes["qk_norm_epsilon"] = ir.AttrFloat32("qk_norm_epsilon", attributes.pop("epsilon").as_float())
     # The missing one is a sink a head.
     inputs = [*rows, *caches, offsets, starts, table, cos, sin, slots, None, query_norm, key_norm, *scales, metadata]
     attention = ir.Node(CONTRIB, "PagedAttention", inputs, attributes=list(attributes.values()))
@@ -126,49 +111,6 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, slots: ir.Value, metad
         )
     )
     replace(model, [node], created, {node.outputs[0]: created[-1].outputs[0]})
-    return notes
-
-
-def _norm(flat: ir.Value) -> ir.Node | None:
-    """The RMSNorm of every head that ``[.., heads * D]`` is the result of."""
-    reshape = producer_of(flat, "Reshape")
-    return producer_of(reshape.inputs[0], "RMSNormalization") if reshape is not None else None
-
-
-def _norms(
-    query: ir.Value, key: ir.Value, query_heads: int, kv_heads: int, head_size: int
-) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value, float] | str:
-    """Queries and keys before their norms, the weights of these and their epsilon; or why they are not fused."""
-    found = [_norm(query), _norm(key)]
-    sources: list[ir.Value] = []
-    weights: list[ir.Value] = []
-    epsilons: list[float] = []
-    for norm, count in zip(found, (query_heads, kv_heads), strict=True):
-        if norm is None:
-            return "a norm of only one of queries and keys; it stays a node"
-        heads, weight = norm.inputs
-        reshape = producer_of(heads, "Reshape")
-        source = reshape.inputs[0] if reshape is not None else None
-        if weight is None or weight.shape is None or list(weight.shape) != [head_size]:
-            return "the norm of queries or keys has other weights than one for each channel; it stays a node"
-        rank = len(heads.shape) if heads is not None and heads.shape is not None else 0
-        if attribute(norm, "axis", -1) not in (-1, rank - 1):
-            return "the norm of queries or keys is over more than a head; it stays a node"
-        if source is None or source.shape is None or source.shape[-1] != count * head_size:
-            return "what is normed are not the heads of a linear; the norm stays a node"
-        sources.append(source)
-        weights.append(weight)
-        epsilons.append(float(attribute(norm, "epsilon", 1e-5)))
-    if epsilons[0] != epsilons[1]:
-        return "the norms of queries and keys have different epsilons; they stay nodes"
-    return (*sources, *weights, epsilons[0])  # type: ignore[return-value]
-
-
-def _packed(*parts: ir.Value | None) -> ir.Value | None:
-    """What all three are the parts of, in order."""
-    split = producer_of(parts[0], "Split")
-    whole = split is not None and all(a is b for a, b in zip(split.outputs, parts, strict=False))
-    return split.inputs[0] if split is not None and whole and len(split.outputs) == len(parts) else None
 
 
 def _scale(model: ir.Model, scale: ir.Value | None, kv_heads: int, head_size: int) -> ir.Value | None:

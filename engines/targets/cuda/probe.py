@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -39,6 +39,10 @@ class CudaProbe:
             for weight, begin, end in zip(linear.weights, edges, edges[1:], strict=False):
                 found[weight] = values[linear.value][:, begin:end]
         return values[self._plan.logits], found
+
+    def states(self) -> Mapping[str, FloatArray]:
+        """None: models with recurrent state are refused."""
+        return {}
 
     def embedding(self) -> Iterator[FloatArray]:
         """Of :data:`RUN_RESULTS` tokens at a time; only the gather runs."""

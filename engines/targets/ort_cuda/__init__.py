@@ -41,18 +41,18 @@ class OrtCuda(GraphTarget):
         return ProviderOperators()
 
     def passes(self) -> Passes:
-        from engines.passes.graph import linears, logit_positions, merge_linears, rotary_tables
+        from engines.passes.graph import folded, linears, logit_positions, merge_linears, rotary_tables
         from engines.passes.onnxruntime import cached_attention, embedding, norms, silu
-        from engines.passes.onnxruntime_cuda import folded_weights, nbits_linears, paged_attention
+        from engines.passes.onnxruntime_cuda import nbits_linears, paged_attention
         from engines.passes.tensorrt import half_precision
 
         return Passes(
             (
                 rotary_tables,
+                folded,
                 linears,
                 merge_linears,
                 cached_attention,
-                folded_weights,
                 paged_attention,
                 norms,
                 silu,

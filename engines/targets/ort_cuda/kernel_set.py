@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.kernels.kernel_set import AttentionPart
 from tapeout.quantized import QuantizedWeight
 
 CACHES = ("float16", "int8")
@@ -36,6 +37,9 @@ class ProviderOperators:
         if head_size % 8 or head_size > 256:
             return f"heads of {head_size} channels, where PagedAttention takes multiples of 8 up to 256"
         return ""
+
+    def unsupported_in_attention(self, part: AttentionPart) -> str:
+        return "" if part == "head norms" else f"PagedAttention is given no {part}"
 
     def code_bits(self, weight: QuantizedWeight) -> int:
         raise NotImplementedError(NONE)

@@ -86,7 +86,7 @@ def test_soft_caps_windows_and_folded_norm_weights(tmp_path: Path) -> None:
     assert "Add" not in bundle.record.operator_counts, "1 + weight is folded"
     checkpoint = open_checkpoint(family_graph("gemma2").folder)
     name = "model.norm.weight"
-    folded = graph.initializers[f"{name}.folded"].const_value
+    folded = graph.initializers["model.norm.folded.weight"].const_value
     assert folded is not None
     np.testing.assert_array_equal(folded.numpy(), (checkpoint.weight(name) + 1).astype(np.float16))
 
