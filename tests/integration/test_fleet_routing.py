@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from runtime.gateway.fleet.client import FleetClient
-from runtime.wire.messages import GenerateRequest
+from runtime.wire.messages import GenerateRequest, SamplingSettings
 from tests.answering import whole
 from tests.faulty_engine import FAIL, Faulty
 from tests.fleet import connected, session_at, write_list
@@ -131,8 +131,7 @@ def test_an_engine_that_is_listed_again_while_it_drains_is_routed_to(
         both, there = engines[:2], session_at(engines[0].address, engines[:2])
         async with connected(tmp_path, both) as client:
             await until(lambda: all_ready(client))
-            asked = GenerateRequest("long", [1, 2], 400)
-            running = asyncio.ensure_future(_all(client, asked, there))
+            running = asyncio.ensure_future(_all(client, _long([1, 2]), there))
             await until(lambda: client.statuses()[0].own == 1)
             write_list(tmp_path, [engines[1].address])
             await until(lambda: "draining" in [status.state.value for status in client.statuses()])
@@ -158,7 +157,7 @@ def test_a_request_goes_on_where_its_prompt_is(engines: list[ListeningEngine], t
             async with connected(folder, engines[number : number + 1]) as other:
                 assert (await ask(other, prompt(number))).cached == 0
         async with connected(tmp_path, engines[:1]) as client:
-            running = [asyncio.ensure_future(_all(client, _long(number))) for number in (1, 2)]
+            running = [asyncio.ensure_future(_all(client, _long(prompt(number)))) for number in (1, 2)]
             await until(lambda: client.statuses()[0].own == 2)
             write_list(tmp_path, [engine.address for engine in engines])
             await until(lambda: len(client.statuses()) == 3 and all_ready(client))
@@ -173,8 +172,10 @@ def test_a_request_goes_on_where_its_prompt_is(engines: list[ListeningEngine], t
     run(test())
 
 
-def _long(number: int) -> GenerateRequest:
-    return GenerateRequest(f"long{number}", prompt(number), 400)
+def _long(tokens: list[int]) -> GenerateRequest:
+    """Sampled, since drafts make short work of a greedy answer that repeats itself."""
+    sampling = SamplingSettings(temperature=1.0, seed=1)
+    return GenerateRequest(f"long {tokens}", tokens, 400, sampling=sampling)
 
 
 async def _all(client: FleetClient, asked: GenerateRequest, session: str = "") -> tuple[int, ...]:

@@ -131,6 +131,21 @@ def test_every_kind_of_request_survives_a_killed_engine(gateway: Running, engine
     assert counted["resumptions"] > 0 and counted["lost"] == 0
 
 
+def test_a_repeated_prompt_is_cached_and_sessions_are_taken(gateway: Running, engines: list[Engine]) -> None:
+    wait_for(lambda: all_ready(gateway))
+    for number in range(6):
+        body = {"model": MODEL, "prompt": f"{number} " + "The list is long. " * 9, "max_tokens": 2}
+        cached: list[int] = []
+        for session in ("a", "b"):
+            answer = httpx2.post(
+                f"{gateway.url}/v1/completions", json=body, headers={"x-session-id": f"{session}{number}"}, timeout=60
+            )
+            assert answer.status_code == 200
+            cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        print(cached, answer.json()["usage"])
+        assert cached[0] < cached[1]
+
+
 def test_what_operators_see(gateway: Running, engines: list[Engine]) -> None:
     wait_for(lambda: all_ready(gateway))
     for path in ("/health", "/ready", "/v1/models", "/version", "/live"):
