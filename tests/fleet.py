@@ -26,9 +26,9 @@ def write_list(folder: Path, addresses: Sequence[str]) -> Path:
     return path
 
 
-def session_at(address: str, engines: Sequence[ListeningEngine | ForkedEngine]) -> str:
+def session_at(address: str, addresses: Sequence[str]) -> str:
     """A session whose requests go to this engine, while all are equally good."""
-    options = [EngineOption(engine.address, 0.0, 1) for engine in engines]
+    options = [EngineOption(engine, 0.0, 1) for engine in addresses]
     return next(name for name in map(str, range(1000)) if ranked(options, name.encode())[0].engine == address)
 
 

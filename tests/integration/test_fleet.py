@@ -210,7 +210,7 @@ def test_an_engine_of_another_level_goes_on_with_nothing(start: Start, tmp_path:
 
     async def test() -> None:
         engines = [start(Faulty(step_seconds=0.01, level="v4")), start(Faulty(level="v3"))]
-        session = session_at(engines[0].address, engines)
+        session = session_at(engines[0].address, [e.address for e in engines])
         async with connected(tmp_path, engines) as client:
             await until(lambda: all_ready(client))
             wanted = await answer(client, request(0, "e"), session)
@@ -261,7 +261,7 @@ def test_a_full_queue_is_answered_elsewhere(start: Start, tmp_path: Path) -> Non
 
     async def test() -> None:
         engines = [start(Faulty(step_seconds=0.03), Limits(max_running=1, max_waiting=2)) for _ in range(2)]
-        session = session_at(engines[0].address, engines)
+        session = session_at(engines[0].address, [e.address for e in engines])
 
         def asked(number: int) -> asyncio.Future[Whole]:
             return asyncio.ensure_future(answer(client, replace(request(number), prompt=[1]), session))

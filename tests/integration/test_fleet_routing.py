@@ -69,7 +69,7 @@ def all_ready(client: FleetClient) -> bool:
 def heard(client: FleetClient, engine: ListeningEngine, number: int) -> bool:
     """The client knows that this engine has the blocks of a prompt."""
     asked = GenerateRequest("x", prompt(number), 2)
-    return client._router.choose(asked, [engine.address])[0].tokens == 1
+    return client.router.choose(asked, [engine.address])[0].tokens == 1
 
 
 def test_a_repeated_prompt_goes_where_its_blocks_are(engines: list[ListeningEngine], tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_sessions_spread_and_stay(engines: list[ListeningEngine], tmp_path: Path
         async with connected(tmp_path, engines) as client:
             await until(lambda: all_ready(client))
             for engine in engines:
-                session = session_at(engine.address, engines)
+                session = session_at(engine.address, [e.address for e in engines])
                 found = {(await ask(client, [number, 2], session)).address for number in range(1, 5)}
                 assert found == {engine.address}
 
@@ -104,20 +104,20 @@ def test_an_engine_that_was_started_again_has_nothing_until_it_says_so(
     engines: list[ListeningEngine], tmp_path: Path
 ) -> None:
     async def test() -> None:
-        there, elsewhere = [session_at(engine.address, engines) for engine in engines[:2]]
+        there, elsewhere = [session_at(engine.address, [e.address for e in engines]) for engine in engines[:2]]
         async with connected(tmp_path, engines) as client:
             await until(lambda: all_ready(client))
             assert await ask(client, prompt(0), there) == Answered(engines[0].address, 0)
             assert await ask(client, prompt(0), elsewhere) == Answered(engines[0].address, FULL)
             engines[0].process.kill()
             await until(lambda: client.statuses()[0].state.value == "open")
-            assert not len(client._router.index)
+            assert not len(client.router.index)
             await asyncio.to_thread(engines[0].again)
             await until(lambda: all_ready(client))
             assert not heard(client, engines[0], 0)
             assert (await ask(client, prompt(0), there)).cached == 0
             await until(lambda: any(heard(client, engine, 0) for engine in engines))
-            client._router.index.check()
+            client.router.index.check()
 
     run(test())
 
@@ -128,7 +128,7 @@ def test_an_engine_that_is_listed_again_while_it_drains_is_routed_to(
     """There are two connections to it then. Planted: the end of the first one takes the engine from the router."""
 
     async def test() -> None:
-        both, there = engines[:2], session_at(engines[0].address, engines[:2])
+        both, there = engines[:2], session_at(engines[0].address, [e.address for e in engines[:2]])
         async with connected(tmp_path, both) as client:
             await until(lambda: all_ready(client))
             running = asyncio.ensure_future(_all(client, _long([1, 2]), there))

@@ -110,7 +110,7 @@ class FleetClient:
     def __init__(self, discovery: Discovery, cache: Path, *, patience: Patience | None = None) -> None:
         self._discovery, self._cache = discovery, cache
         self._patience = patience or Patience()
-        self._router = FleetRouter()
+        self.router = FleetRouter()
         self._listing: Listing | None = None
         self._replicas: dict[str, Replica] = {}
         self._leaving: set[Replica] = set()  # no longer listed
@@ -214,7 +214,7 @@ class FleetClient:
                 assert connection is not None, "only an engine that is ready is chosen"
                 try:
                     stream = flight.land(replica, connection)
-                    self._router.sent(option)
+                    self.router.sent(option)
                     while True:
                         for delta in await stream.next():
                             if delta.tokens:
@@ -283,7 +283,7 @@ class FleetClient:
                 raise _shutting_down()
             if found := self._candidates(flight, refused):
                 addresses = [replica.address for replica in found]
-                return self._router.choose(flight.next_request(), addresses, flight.session)[0]
+                return self.router.choose(flight.next_request(), addresses, flight.session)[0]
             now = monotonic()
             if now >= timeout:
                 raise _TimedOutError
@@ -404,7 +404,7 @@ class FleetClient:
         for address in listing.engines:
             if address not in self._replicas:
                 self._replicas[address] = Replica(
-                    address, listing.key, self._cache, self._patience, self._router, self._admit, self._moved
+                    address, listing.key, self._cache, self._patience, self.router, self._admit, self._moved
                 )
         if self._listing is not None:
             log.info("engines from now on: %s", ", ".join(listing.engines))
