@@ -41,7 +41,7 @@ class FreeEngine:
     def level_of(self, id: str) -> str:
         return ""
 
-    async def generate(self, request: Any, age: float = 0.0) -> AsyncGenerator[Any]:
+    async def generate(self, request: Any, age: float = 0.0, session: str = "") -> AsyncGenerator[Any]:
         from runtime.wire.messages import Delta
 
         if self._clock is None:

@@ -39,17 +39,19 @@ class FaultyEngine(HistoryEngine):
             seed=seed,
         )
         self.table[:, FAIL:] = -100
-        self.step_seconds, self.crash, self.dies = bundle.step_seconds, bundle.crash, bundle.name == DIES
+        self.step_seconds, self.token_seconds = bundle.step_seconds, bundle.token_seconds
+        self.crash, self.dies = bundle.crash, bundle.name == DIES
 
     def step(self, batch: Sequence[Entry]) -> list[Result]:
-        fed = {token for entry in batch for token in entry.tokens}
+        tokens = [token for entry in batch for token in entry.tokens]
+        fed = set(tokens)
         if self.crash in fed or self.dies:
             os._exit(1)
         if HANG in fed:
             time.sleep(1000)
         if FAIL in fed:
             raise RuntimeError("the engine cannot run this batch")
-        time.sleep(self.step_seconds)
+        time.sleep(self.step_seconds + self.token_seconds * len(tokens))
         return super().step(batch)
 
 
@@ -59,6 +61,7 @@ class Faulty:
 
     name: str = "7"
     step_seconds: float = 0.002
+    token_seconds: float = 0.0
     slots: int = 32
     max_tokens: int = 256
     block_tokens: int = 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import StaticFile
 from runtime.gateway.fleet.replica import Patience
+from runtime.gateway.routing.choice import EngineOption, ranked
 from tests.forked_engines import ForkedEngine
 from tests.listening_engine import ListeningEngine
 
@@ -26,12 +26,18 @@ def write_list(folder: Path, addresses: Sequence[str]) -> Path:
     return path
 
 
+def session_at(address: str, addresses: Sequence[str]) -> str:
+    """A session whose requests go to this engine, while all are equally good."""
+    options = [EngineOption(engine, 0.0, 1) for engine in addresses]
+    return next(name for name in map(str, range(1000)) if ranked(options, name.encode())[0].engine == address)
+
+
 @asynccontextmanager
 async def connected(
-    folder: Path, engines: Sequence[ListeningEngine | ForkedEngine], patience: Patience = PATIENCE, **options: Any
+    folder: Path, engines: Sequence[ListeningEngine | ForkedEngine], patience: Patience = PATIENCE
 ) -> AsyncGenerator[FleetClient]:
     listed = write_list(folder, [engine.address for engine in engines])
-    client = FleetClient(StaticFile(listed), folder / "cache", patience=patience, **options)
+    client = FleetClient(StaticFile(listed), folder / "cache", patience=patience)
     try:
         await client.open()
         yield client

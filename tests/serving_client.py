@@ -51,15 +51,17 @@ class LocalClient:
         self.draining = self.down = False
         self._commands: list[GenerateRequest | str] = []  # a request to add, or the id of one to cancel
         self._streams: dict[str, asyncio.Queue[Delta | TapeoutError]] = {}
+        self.sessions: list[str] = []  # of its requests
         self._loop: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> bool:
         return not (self.draining or self.down)
 
-    async def generate(self, request: GenerateRequest, age: float = 0.0) -> AsyncGenerator[Delta]:
+    async def generate(self, request: GenerateRequest, age: float = 0.0, session: str = "") -> AsyncGenerator[Delta]:
         if not self.ready:
             raise EngineDownError("the engine takes no requests")
+        self.sessions.append(session)
         stream = self._streams[request.id] = asyncio.Queue[Delta | TapeoutError]()
         self._commands.append(request)
         if self._loop is None or self._loop.done():

@@ -185,7 +185,7 @@ class Connections:
         if isinstance(command, Cancel):
             return self._owners.get(command.id) is connection
         id = command.request.id
-        connection.watcher.received += 1
+        connection.watcher.received += connection.watcher.asks
         if self._owners.setdefault(id, connection) is connection:
             return True
         error = RequestError(f"request {id} is there already", expected="an id of its own")

@@ -15,7 +15,7 @@ from runtime.wire.messages import KEY_BYTES, MOST_KEYS, EngineLoad, KeyChanges, 
 
 
 class RoutingWatcher:
-    """Of one server: what it has yet to hear. ``received``: its requests so far. ``asks``: it wants to hear at all."""
+    """Of one server: what it has yet to hear. ``asks``: it wants to hear at all. ``received``: its requests since."""
 
     def __init__(self) -> None:
         self.received, self.asks = 0, False

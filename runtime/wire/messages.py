@@ -228,7 +228,7 @@ class RoutingReport(NamedTuple):
     the server asks again. ``whole``: what was known before is void, and a full list begins, which may take several
     reports. ``behind``: changes that did not fit into this one. ``blocks``: of paged state; a prompt resumes where its
     unbroken chain of them ends. Recurrent state resumes at ``snapshots``. ``received``: requests that have come over
-    this connection.
+    this connection since the first WatchBlocks on it.
     """
 
     turn: int

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.gateway.engines.client import EngineDownError
-from runtime.gateway.fleet.choice import ReplicaLoad
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.replica import Patience
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
 from tests.answering import Whole, whole
 from tests.faulty_engine import CRASH, Faulty
-from tests.fleet import connected, write_list
+from tests.fleet import connected, session_at, write_list
 from tests.listening_engine import ListeningEngine
 from tests.waiting import until
 
@@ -50,8 +50,8 @@ def request(number: int, prefix: str = "r", **fields: Any) -> GenerateRequest:
     return GenerateRequest(f"{prefix}{number}", [1 + number % 9, 2, 3], NEW, **(known | fields))
 
 
-async def answer(client: FleetClient, asked: GenerateRequest) -> Whole:
-    return whole([delta async for delta in client.generate(asked)])
+async def answer(client: FleetClient, asked: GenerateRequest, session: str = "") -> Whole:
+    return whole([delta async for delta in client.generate(asked, session=session)])
 
 
 def run(test: Coroutine[None, None, None]) -> None:
@@ -210,14 +210,11 @@ def test_an_engine_of_another_level_goes_on_with_nothing(start: Start, tmp_path:
 
     async def test() -> None:
         engines = [start(Faulty(step_seconds=0.01, level="v4")), start(Faulty(level="v3"))]
-
-        def choose(_: GenerateRequest, replicas: Sequence[ReplicaLoad]) -> list[str]:
-            return [replica.address for replica in sorted(replicas, key=lambda r: r.info.level, reverse=True)]
-
-        async with connected(tmp_path, engines, choose=choose) as client:
+        session = session_at(engines[0].address, [e.address for e in engines])
+        async with connected(tmp_path, engines) as client:
             await until(lambda: all_ready(client))
-            wanted = (await expected(client, 1))[0]
-            running = asyncio.ensure_future(answer(client, request(0)))
+            wanted = await answer(client, request(0, "e"), session)
+            running = asyncio.ensure_future(answer(client, request(0), session))
             await until(lambda: client.level_of("r0") == "v4")
             engines[0].process.kill()
             await until(lambda: states(client)[0] == "open")
@@ -260,24 +257,47 @@ def test_a_request_that_ends_its_engines_ends_itself(start: Start, tmp_path: Pat
 
 
 def test_a_full_queue_is_answered_elsewhere(start: Start, tmp_path: Path) -> None:
+    """Requests of one session at once, sent to one engine before it reports: it has no room for all of them."""
+
     async def test() -> None:
-        engines = [start(Faulty(step_seconds=0.03), Limits(max_running=1, max_waiting=1)) for _ in range(2)]
-        async with connected(
-            tmp_path, engines, choose=lambda _, replicas: sorted(r.address for r in replicas)
-        ) as client:
+        engines = [start(Faulty(step_seconds=0.03), Limits(max_running=1, max_waiting=2)) for _ in range(2)]
+        session = session_at(engines[0].address, [e.address for e in engines])
+
+        def asked(number: int) -> asyncio.Future[Whole]:
+            return asyncio.ensure_future(answer(client, replace(request(number), prompt=[1]), session))
+
+        def taken() -> int:
+            return sum(status.stats.running + status.stats.waiting for status in client.statuses())
+
+        async with connected(tmp_path, engines) as client:
             await until(lambda: all_ready(client))
-            first = min(engine.address for engine in engines)
-            running = [asyncio.ensure_future(answer(client, request(number))) for number in range(2)]
-            await until(lambda: sum(s.stats.running + s.stats.waiting for s in client.statuses()) == 2)
-            third = asyncio.ensure_future(answer(client, request(2)))
-            await until(lambda: all(status.own for status in client.statuses()))
-            assert client.counts["retries"] == 1
-            assert {status.address: status.own for status in client.statuses()}[first] == 2
-            fourth = asyncio.ensure_future(answer(client, request(3)))
-            await until(lambda: all(status.own == 2 for status in client.statuses()))
+            running = [asked(number) for number in range(4)]
+            await until(lambda: taken() == 4)
+            assert 1 <= client.counts["retries"] <= 2 and all(status.own for status in client.statuses())
+            while len(running) < 6:
+                running.append(asked(len(running)))
+                await until(lambda: taken() == len(running))
             with pytest.raises(QueueFullError):
-                await answer(client, request(4))
-            assert {found.reason for found in await asyncio.gather(*running, third, fourth)} == {"length"}
+                await asked(6)
+            assert {found.reason for found in await asyncio.gather(*running)} == {"length"}
+
+    run(test())
+
+
+def test_there_is_room_for_what_every_listed_engine_takes(start: Start, tmp_path: Path) -> None:
+    """Also while the smallest is away: it may come back. Planted: less room for ever after it has left."""
+
+    async def test() -> None:
+        engines = [start(), start(Faulty(max_tokens=128))]
+        async with connected(tmp_path, engines) as client:
+            await until(lambda: all_ready(client))
+            assert client.info.max_tokens == 128
+            engines[1].process.kill()
+            await until(lambda: states(client)[1] == "open")
+            assert client.info.max_tokens == 128
+            write_list(tmp_path, [engines[0].address])
+            await until(lambda: all_ready(client, 1))
+            assert client.info.max_tokens == 256
 
     run(test())
 

@@ -18,6 +18,7 @@ from tests import command
 from tests.answering import SCHEMA
 from tests.command import ROOT, Running
 from tests.exported import build_float, tiny_graph
+from tests.fleet import session_at
 from tests.integration.test_serve_elsewhere import Engine
 from tests.native import own_cache
 from tests.waiting import wait_for
@@ -89,10 +90,10 @@ def events(gateway: Running, name: str, **more: Any) -> list[Any]:
     return found
 
 
-def answer(gateway: Running, name: str) -> dict[int, Any]:
+def answer(gateway: Running, name: str, session: str = "") -> dict[int, Any]:
     """The whole of each choice: text, calls of tools, log-probabilities and why it ended."""
     whole: dict[int, Any] = {}
-    for one in events(gateway, name):
+    for one in events(gateway, name, prompt_cache_key=session):
         for choice in one["choices"]:
             text, logprobs, calls, reason = whole.get(choice["index"], ("", [], "", None))
             delta = choice.get("delta", {})
@@ -116,9 +117,11 @@ def all_ready(gateway: Running) -> bool:
 def test_every_kind_of_request_survives_a_killed_engine(gateway: Running, engines: list[Engine], bundle: Path) -> None:
     wait_for(lambda: all_ready(gateway))
     wanted = {name: answer(gateway, name) for name in ASKED}
+    addresses = [engine.address for engine in engines]
+    sessions = [session_at(address, addresses) for address in addresses]  # else their few prompts may gather on one
     for killed in engines:
         with ThreadPoolExecutor(2 * len(ASKED)) as pool:
-            running = {name: [pool.submit(answer, gateway, name) for _ in range(2)] for name in ASKED}
+            running = {name: [pool.submit(answer, gateway, name, session) for session in sessions] for name in ASKED}
             wait_for(lambda: all(replica["running"] >= 3 for replica in replicas(gateway)))
             assert killed.process is not None
             killed.process.kill()
@@ -129,6 +132,21 @@ def test_every_kind_of_request_survives_a_killed_engine(gateway: Running, engine
         wait_for(lambda: all_ready(gateway))
     counted = httpx2.get(f"{gateway.url}/fleet", timeout=30).json()
     assert counted["resumptions"] > 0 and counted["lost"] == 0
+
+
+def test_a_session_stays_and_finds_its_prompts_cached(gateway: Running, engines: list[Engine]) -> None:
+    """One after another. The model is so small that a prompt costs next to nothing, so sessions decide."""
+    wait_for(lambda: all_ready(gateway))
+    for number in range(6):
+        body = {"model": MODEL, "prompt": f"{number} " + "The list is long. " * 40, "max_tokens": 2}
+        cached: list[int] = []
+        for _ in range(2):
+            found = httpx2.post(
+                f"{gateway.url}/v1/completions", json=body | {"prompt_cache_key": f"s{number}"}, timeout=60
+            )
+            assert found.status_code == 200
+            cached.append(found.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached[0] < cached[1]
 
 
 def test_what_operators_see(gateway: Running, engines: list[Engine]) -> None:

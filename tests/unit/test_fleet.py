@@ -1,4 +1,4 @@
-"""The bookkeeping of a fleet: the list of engines, retries, sums over engines that come and go, and the choice."""
+"""The bookkeeping of a fleet: the list of engines, retries, and sums over engines that come and go."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.gateway.fleet.choice import ReplicaLoad, least_loaded
 from runtime.gateway.fleet.discovery import FleetFileError, StaticFile
 from runtime.gateway.fleet.retries import LONGEST_PROBE_SECONDS, RetryBudget, probe_seconds
 from runtime.gateway.fleet.totals import COUNTERS, STATES, Totals
-from runtime.wire.messages import EngineInfo, EngineStats, GenerateRequest
+from runtime.wire.messages import EngineStats
 from tapeout.errors import SignatureError, TapeoutError
 
 KEY = b"k" * 32
-INFO = EngineInfo("d", "n", 64, 16, 4, 16, 4, 0, frozenset())
 
 
 def fleet_file(folder: Path, text: str) -> StaticFile:
@@ -95,10 +93,3 @@ def test_sums_are_those_of_all_engines_and_never_go_back(events: list[tuple[int,
         assert found.running == sum(last.running for _, last in engines.values())
         assert found.steps >= seen
         seen = found.steps
-
-
-def test_the_choice_counts_what_the_gateway_sent_and_no_report_shows_yet() -> None:
-    request = GenerateRequest("r", [1], 1)
-    idle, sent = ReplicaLoad("idle", INFO, EngineStats()), ReplicaLoad("sent", INFO, EngineStats(), 1, 500)
-    shown = ReplicaLoad("shown", INFO, EngineStats(running=1, waiting_tokens=200), 1, 200)
-    assert least_loaded(request, [sent, shown, idle]) == ["idle", "shown", "sent"]

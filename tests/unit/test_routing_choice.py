@@ -132,6 +132,21 @@ def test_sessions_and_first_blocks_break_ties_alone() -> None:
     assert {told.order(request(), session=f"s{number}")[0] for number in range(40)} == {"a"}
 
 
+def test_what_is_answered_counts_as_prompt() -> None:
+    """A request that goes on elsewhere. Planted: its prompt alone is looked up, and its tokens are not counted."""
+    told = Told("a", "b")
+    told.say("a", keys=block_keys(PROMPT[:21], BLOCK))
+    told.say("b", keys=block_keys(PROMPT, BLOCK))
+    resumed = GenerateRequest("r", PROMPT[:21], 30, answered=PROMPT[21:])
+    options = told.router.choose(resumed, ["a", "b"])
+    assert [(option.engine, option.tokens) for option in options] == [("b", 1), ("a", len(PROMPT) - 20)]
+
+
+def test_a_session_may_be_any_text() -> None:
+    told = Told("a", "b")
+    assert sorted(told.order(request(), "\ud800")) == ["a", "b"]
+
+
 def test_prompts_without_a_full_block_spread() -> None:
     told = Told(*"abcd")
     assert len({told.order(request([number]))[0] for number in range(60)}) == 4

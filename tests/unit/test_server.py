@@ -586,6 +586,28 @@ def test_unknown_fields_are_named(server: Served) -> None:
     assert "x-ignored-parameters" not in server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).headers
 
 
+def test_a_session_is_named_by_the_body_or_by_a_header(server: Served) -> None:
+    """And reaches no engine."""
+    short: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
+    chat, named = short | {"messages": TALK}, {"X-Session-Id": "by header"}
+    known, given = server.client.sessions, {"prompt_cache_key": "by body"}
+    for path, body in (("/v1/completions", short | {"prompt": "x"}), ("/v1/chat/completions", chat)):
+        before = len(known)
+        assert server.post(path, body | {"n": 2}, **named).status_code == 200
+        assert server.post(path, body | given, **named).status_code == 200
+        assert server.post(path, body | {"prompt_cache_key": "ü" * 128}).status_code == 200
+        assert server.post(path, body).status_code == 200
+        assert known[before:] == ["by header", "by header", "by body", "ü" * 128, ""]
+        for answer, field in (
+            (server.post(path, body | {"prompt_cache_key": "x" * 129}), "prompt_cache_key"),
+            (server.post(path, body | {"prompt_cache_key": 3}), "prompt_cache_key"),
+            (server.post(path, body, **{"X-Session-Id": "x" * 129}), "x-session-id"),
+        ):
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+    assert server.post("/v1/responses", {"input": "x", "max_output_tokens": 1} | given).status_code == 200
+    assert known[-1] == "by body"
+
+
 def test_request_ids(server: Served) -> None:
     given = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **{"X-Request-Id": "abc-1"})
     assert given.headers["x-request-id"] == "abc-1" and len(given.headers.get_list("x-request-id")) == 1

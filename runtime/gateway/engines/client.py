@@ -58,10 +58,11 @@ class EngineClient(OpenEngine, Protocol):
         """Since the engine has reported; None before it has."""
         ...
 
-    def generate(self, request: GenerateRequest, age: float = 0.0) -> AsyncGenerator[Delta]:
+    def generate(self, request: GenerateRequest, age: float = 0.0, session: str = "") -> AsyncGenerator[Delta]:
         """The deltas of a request, up to the one with a finish reason. Closing the iterator cancels the request.
 
-        ``age``: seconds since it arrived, from which its timeouts count.
+        ``age``: seconds since it arrived, from which its timeouts count. ``session``: its conversation, if the
+        user names one. Only a client of many engines uses it, to choose among them; no engine gets it.
 
         :class:`RequestError` for a request that can never run, :class:`runtime.wire.limits.QueueFullError` without room
         in the queue, :class:`EngineDownError` if the engine ends meanwhile.

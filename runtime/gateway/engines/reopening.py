@@ -77,7 +77,7 @@ class ReopeningClient(ABC, Generic[C]):
     async def files(self) -> Path:
         return await self._current.files()
 
-    async def generate(self, request: GenerateRequest, age: float = 0.0) -> AsyncGenerator[Delta]:
+    async def generate(self, request: GenerateRequest, age: float = 0.0, session: str = "") -> AsyncGenerator[Delta]:
         if self._draining:
             raise EngineDownError("the server is shutting down", remedy="send the request to another server")
         connection = self._current

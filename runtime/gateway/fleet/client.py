@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,11 +22,12 @@ from typing import NamedTuple
 
 from runtime.gateway.engines.client import EngineDownError, Opened, OpenEngine
 from runtime.gateway.engines.connection import DeltaStream
-from runtime.gateway.fleet.choice import Choose, ReplicaLoad, least_loaded
 from runtime.gateway.fleet.discovery import Discovery, Listing
 from runtime.gateway.fleet.replica import Patience, Replica, ReplicaConnection, ReplicaState
 from runtime.gateway.fleet.retries import RetryBudget, retry_seconds
 from runtime.gateway.fleet.totals import Totals
+from runtime.gateway.routing.choice import EngineOption
+from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.limits import QueueFullError
 from runtime.wire.messages import Delta, EngineInfo, EngineStats, GenerateRequest
 from runtime.wire.start import EngineSettings
@@ -63,9 +64,13 @@ class ReplicaStatus(NamedTuple):
 
 @dataclass(eq=False)
 class _Flight:
-    """A request on its way. ``homeless_since``: when it was last without an engine and brought no token since."""
+    """A request on its way. ``homeless_since``: when it was last without an engine and brought no token since.
+
+    ``session``: see :meth:`EngineClient.generate`.
+    """
 
     request: GenerateRequest
+    session: str
     arrival: float
     homeless_since: float
     answered: list[int] = field(default_factory=list[int])
@@ -75,7 +80,7 @@ class _Flight:
     connection: ReplicaConnection | None = None
     stream: DeltaStream | None = None
 
-    def sent(self) -> GenerateRequest:
+    def next_request(self) -> GenerateRequest:
         """What the next engine gets. Its id is new: the engine before may still have the old one."""
         request, number = self.request, self.attempts
         if number:
@@ -86,7 +91,7 @@ class _Flight:
 
     def land(self, replica: Replica, connection: ReplicaConnection) -> DeltaStream:
         self.replica, self.connection = replica, connection
-        self.stream = connection.add(self.sent(), monotonic() - self.arrival)
+        self.stream = connection.add(self.next_request(), monotonic() - self.arrival)
         self.attempts += 1
         return self.stream
 
@@ -102,11 +107,10 @@ class FleetClient:
     :meth:`open` waits for the first engine, and must come first.
     """
 
-    def __init__(
-        self, discovery: Discovery, cache: Path, *, choose: Choose = least_loaded, patience: Patience | None = None
-    ) -> None:
-        self._discovery, self._cache, self._choose = discovery, cache, choose
+    def __init__(self, discovery: Discovery, cache: Path, *, patience: Patience | None = None) -> None:
+        self._discovery, self._cache = discovery, cache
         self._patience = patience or Patience()
+        self.router = FleetRouter()
         self._listing: Listing | None = None
         self._replicas: dict[str, Replica] = {}
         self._leaving: set[Replica] = set()  # no longer listed
@@ -136,9 +140,12 @@ class FleetClient:
 
     @property
     def info(self) -> EngineInfo:
-        """With the least room of all engines, so that each of them takes every request."""
+        """With the least room of all engines that are listed, so that each of them takes every request."""
         assert self._info is not None, "open() has not returned yet"
-        return self._info
+        found = [replica.info for replica in self._replicas.values() if replica.info is not None] or [self._info]
+        return replace(
+            self._info, max_tokens=min(info.max_tokens for info in found), blocks=min(info.blocks for info in found)
+        )
 
     @property
     def stats(self) -> EngineStats:
@@ -191,19 +198,23 @@ class FleetClient:
             remedy="start other engines, and another gateway for them",
         )
 
-    async def generate(self, request: GenerateRequest, age: float = 0.0) -> AsyncGenerator[Delta]:
+    async def generate(self, request: GenerateRequest, age: float = 0.0, session: str = "") -> AsyncGenerator[Delta]:
         """See :meth:`EngineClient.generate`. :class:`EngineDownError` as well where no engine took it in time."""
         now = monotonic()
-        flight = _Flight(_seeded(request), now - age, now)
+        flight = _Flight(_seeded(request), session, now - age, now)
         self._budget.arrived()
         self._flights.add(flight)
         refused: set[Replica] = set()
         failures = 0  # in turn, without a token between
         try:
             while True:
-                replica, connection = await self._place(flight, refused)
+                option = await self._place(flight, refused)
+                replica = self._replicas[option.engine]
+                connection = replica.connection
+                assert connection is not None, "only an engine that is ready is chosen"
                 try:
                     stream = flight.land(replica, connection)
+                    self.router.sent(option)
                     while True:
                         for delta in await stream.next():
                             if delta.tokens:
@@ -262,7 +273,7 @@ class FleetClient:
     def _all(self) -> list[Replica]:
         return [*self._replicas.values(), *self._leaving]
 
-    async def _place(self, flight: _Flight, refused: set[Replica]) -> tuple[Replica, ReplicaConnection]:
+    async def _place(self, flight: _Flight, refused: set[Replica]) -> EngineOption:
         """The engine that the request goes to now; waits until there is one."""
         until = flight.homeless_since + self._patience.wait
         timeout = _timeout(flight)
@@ -271,7 +282,8 @@ class FleetClient:
             if self._ended:
                 raise _shutting_down()
             if found := self._candidates(flight, refused):
-                return self._best(flight, found)
+                addresses = [replica.address for replica in found]
+                return self.router.choose(flight.next_request(), addresses, flight.session)[0]
             now = monotonic()
             if now >= timeout:
                 raise _TimedOutError
@@ -287,23 +299,6 @@ class FleetClient:
             for replica in self._replicas.values()
             if replica.ready and replica not in refused and (not flight.answered or replica.level == flight.level)
         ]
-
-    def _best(self, flight: _Flight, found: Sequence[Replica]) -> tuple[Replica, ReplicaConnection]:
-        by_address = {replica.address: replica for replica in self._random.sample(found, len(found))}
-        own, waiting = Counter[Replica | None](), Counter[Replica | None]()
-        for other in self._flights:
-            own[other.replica] += 1
-            if not other.answered:
-                waiting[other.replica] += len(other.request.prompt)
-        loads = [
-            ReplicaLoad(address, replica.connection.info, replica.stats, own[replica], waiting[replica])
-            for address, replica in by_address.items()
-            if replica.connection is not None
-        ]
-        order = self._choose(flight.request, loads) if len(loads) > 1 else [loads[0].address]
-        best = by_address[next(iter(order), loads[0].address)]
-        assert best.connection is not None
-        return best, best.connection
 
     def _require_another(self, flight: _Flight, failures: int, error: EngineDownError) -> None:
         """Raises the error where a request that has lost its engine has no other attempt."""
@@ -382,9 +377,6 @@ class FleetClient:
                     expected=f"{known.digest[:12]}, as the others do",
                     remedy="start it with that bundle, or give it to another gateway",
                 )
-            self._info = replace(
-                known, max_tokens=min(known.max_tokens, info.max_tokens), blocks=min(known.blocks, info.blocks)
-            )
 
     async def _refresh(self) -> None:
         """Look at the list of engines, again and again. The last one is kept while there is none to be read."""
@@ -412,7 +404,7 @@ class FleetClient:
         for address in listing.engines:
             if address not in self._replicas:
                 self._replicas[address] = Replica(
-                    address, listing.key, self._cache, self._patience, self._admit, self._moved
+                    address, listing.key, self._cache, self._patience, self.router, self._admit, self._moved
                 )
         if self._listing is not None:
             log.info("engines from now on: %s", ", ".join(listing.engines))

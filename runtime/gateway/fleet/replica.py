@@ -25,7 +25,8 @@ from runtime.gateway.engines.client import OpenEngine
 from runtime.gateway.engines.connection import DeltaStream
 from runtime.gateway.engines.remote import RemoteEngine
 from runtime.gateway.fleet.retries import probe_seconds
-from runtime.wire.messages import EngineStats, StepReport
+from runtime.gateway.routing.router import FleetRouter
+from runtime.wire.messages import EngineInfo, EngineStats, StepReport
 from tapeout.errors import TapeoutError, one_line
 
 WATCH_SECONDS = 0.1  # between two looks at an engine
@@ -93,7 +94,8 @@ class ReplicaConnection(RemoteEngine):
 class Replica:
     """``admit``: of a connection that has opened; raises where the engine does not belong to this fleet.
 
-    ``changed``: is called whenever the state is another one.
+    ``changed``: is called whenever the state is another one. ``router``: knows the engine by its address,
+    from when it is ready until it has ended or drains.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Replica:
         key: bytes,
         cache: Path,
         patience: Patience,
+        router: FleetRouter,
         admit: Callable[[OpenEngine], Awaitable[None]],
         changed: Callable[[Replica], None],
     ) -> None:
@@ -111,8 +114,9 @@ class Replica:
         self.suspected = False  # it is silent
         self.failures = 0  # in turn
         self.connection: ReplicaConnection | None = None
+        self.info: EngineInfo | None = None  # of the last connection
         self._key, self._cache, self._patience = key, cache, patience
-        self._admit, self._changed = admit, changed
+        self._router, self._admit, self._changed = router, admit, changed
         self._random = Random()
         self._leaving = asyncio.Event()  # it is no longer listed
         self._task = asyncio.create_task(self._run())
@@ -131,7 +135,9 @@ class Replica:
 
     def drain(self) -> None:
         """Take no more requests; once there are none, leave the engine. Nothing happens if it does so already."""
-        self._leaving.set()
+        if not self._leaving.is_set():
+            self._leaving.set()
+            self._router.leave(self.address)
 
     async def close(self) -> None:
         """Leave the engine at once; its requests are lost."""
@@ -148,6 +154,8 @@ class Replica:
             except Exception as error:  # of any kind: an engine that answers nonsense must not end the watch
                 self._failed(error)
             finally:
+                if not self._leaving.is_set():  # else the address may be another replica's by now
+                    self._router.leave(self.address)
                 self.connection = None
                 await connection.close()
             if not self._leaving.is_set():
@@ -161,8 +169,13 @@ class Replica:
             await connection.first_token(self._patience.open)
         if self.why:
             log.warning("the engine at %s takes requests again", self.address)
-        self.failures, self.why, self.connection = 0, "", connection
+        if not self._leaving.is_set():
+            connection.watch(self._router.join(self.address, connection.info.block_tokens), self._heard)
+        self.failures, self.why, self.connection, self.info = 0, "", connection, connection.info
         self._become(ReplicaState.READY)
+
+    def _heard(self, report: StepReport) -> int | None:
+        return None if self._leaving.is_set() else self._router.heard(self.address, report)
 
     async def _watch(self, connection: ReplicaConnection) -> None:
         """Until it has drained. Raises where the engine has ended, or is given up."""

@@ -13,7 +13,15 @@ from starlette.responses import Response
 from runtime.gateway.http.connection import read_body, unless_disconnected
 from runtime.gateway.http.generation import ResponseChunk, generate
 from runtime.gateway.http.logprobs import Logprobs
-from runtime.gateway.http.requests import check_prompts, choices_of, constraint_of, most_tokens, new_tokens, truncated
+from runtime.gateway.http.requests import (
+    check_prompts,
+    choices_of,
+    constraint_of,
+    most_tokens,
+    new_tokens,
+    session_of,
+    truncated,
+)
 from runtime.gateway.http.service import Service, headers, usage
 from runtime.gateway.http.sse import TEXT, EventStream, JsonResponse, TextEvents, event
 from runtime.gateway.protocol.bodies import ChatBody, NamedTool, Tool, parse
@@ -71,6 +79,7 @@ async def begin_chat(
         stream=bool(body.stream),
         max_new_tokens=new_tokens(asked, None, prompts, info),
         conversation=body.messages,
+        session=session_of(body, request.headers),
     )
     constraint = _constraint(body, tools)
     if constraint is not None:

@@ -12,7 +12,15 @@ from starlette.responses import Response
 from runtime.gateway.http.connection import read_body, unless_disconnected
 from runtime.gateway.http.generation import ResponseChoice, ResponseChunk, generate
 from runtime.gateway.http.logprobs import Logprobs
-from runtime.gateway.http.requests import check_prompts, choices_of, constraint_of, most_tokens, new_tokens, truncated
+from runtime.gateway.http.requests import (
+    check_prompts,
+    choices_of,
+    constraint_of,
+    most_tokens,
+    new_tokens,
+    session_of,
+    truncated,
+)
 from runtime.gateway.http.service import Service, headers, usage
 from runtime.gateway.http.sse import TEXT, EventStream, JsonResponse, TextEvents, event
 from runtime.gateway.protocol.bodies import CompletionBody, parse
@@ -44,6 +52,7 @@ async def completions(service: Service, request: Request) -> Response:
         stream=bool(body.stream),
         max_new_tokens=new_tokens(body.max_tokens, NEW_TOKENS, prompts, info),
         conversation=texts,
+        session=session_of(body, request.headers),
     )
     constraint = constraint_of(body)
     if constraint is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.gateway.http.generation import ResponseChoice
-from runtime.gateway.protocol.bodies import GenerationBody, StructuredOutputs
+from runtime.gateway.protocol.bodies import SESSION_CHARACTERS, GenerationBody, StructuredOutputs
 from runtime.gateway.protocol.calls import Call, Caller
 from runtime.gateway.protocol.errors import invalid
 from runtime.gateway.text.model import ResponseText, TextModel
@@ -17,6 +17,7 @@ from runtime.wire.messages import Constraint, EngineInfo, GenerateRequest, Sampl
 from tapeout.errors import RequestError
 
 SEEDS = 1 << 64
+SESSION_ID = "x-session-id"
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,16 @@ def choices_of(
         )
         choices.append(ResponseChoice(index, place, request, text))
     return choices
+
+
+def session_of(body: GenerationBody, headers: Mapping[str, str]) -> str:
+    """The conversation that a request belongs to, if its client names it: by the body, else by the header."""
+    if body.prompt_cache_key is not None:
+        return body.prompt_cache_key
+    given = headers.get(SESSION_ID, "")
+    if len(given) > SESSION_CHARACTERS:
+        raise invalid(f"{SESSION_ID} has {len(given)} characters; expected: at most {SESSION_CHARACTERS}", SESSION_ID)
+    return given
 
 
 def constraint_of(body: GenerationBody) -> Constraint | None:

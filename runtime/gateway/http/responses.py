@@ -18,7 +18,16 @@ from runtime.gateway.http.connection import read_body, unless_disconnected
 from runtime.gateway.http.generation import ResponseChunk
 from runtime.gateway.http.service import Service, headers
 from runtime.gateway.http.sse import EventStream, JsonResponse, event
-from runtime.gateway.protocol.bodies import Body, ChatBody, ContentPart, JsonSchema, Message, ResponseFormat, parse
+from runtime.gateway.protocol.bodies import (
+    Body,
+    ChatBody,
+    ContentPart,
+    JsonSchema,
+    Message,
+    ResponseFormat,
+    SessionId,
+    parse,
+)
 from runtime.gateway.protocol.calls import Call
 from runtime.gateway.protocol.errors import invalid
 
@@ -49,6 +58,7 @@ class ResponsesBody(Body):
     top_p: float | None = None
     stream: bool | None = None
     text: ResponseTextSettings | None = None
+    prompt_cache_key: SessionId | None = None
     # Known, and refused where they ask for anything.
     previous_response_id: str | None = None
     conversation: Any = None
@@ -72,6 +82,7 @@ class ResponsesBody(Body):
             temperature=self.temperature,
             top_p=self.top_p,
             stream=self.stream,
+            prompt_cache_key=self.prompt_cache_key,
             response_format=self._format(),
         )
 

@@ -13,13 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from runtime.gateway.protocol.errors import invalid
 
+SESSION_CHARACTERS = 128
+
 Token = Annotated[int, Field(ge=0)]
+SessionId = Annotated[str, Field(max_length=SESSION_CHARACTERS)]
 BodyType = TypeVar("BodyType", bound="Body")
 
 # Accepted without effect: they change neither the response nor its form.
 WITHOUT_EFFECT = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"),
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
         *("verbosity", "reasoning_effort", "prompt_cache_retention", "spaces_between_special_tokens", "request_id"),
     }
 )
@@ -91,6 +94,7 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
+    prompt_cache_key: SessionId | None = None
     priority: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

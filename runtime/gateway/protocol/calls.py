@@ -44,9 +44,9 @@ class Answered(Protocol):
 class Call:
     """``n`` responses to each of the ``prompts`` (token ids), whose tokens count once. Times are ``time.monotonic()``.
 
-    ``conversation``: the messages, or the texts of the prompts (None for token ids). ``queue_seconds``: of the choice
-    that came first, until its first step. ``level``: of that choice, see :meth:`EngineClient.level_of`. ``cached``:
-    prompt tokens that were found in KV blocks, by prompt.
+    ``conversation``: the messages, or the texts of the prompts (None for token ids). ``session``: see
+    :meth:`EngineClient.generate`. ``queue_seconds``: of the choice that came first, until its first step. ``level``: of
+    that choice, see :meth:`EngineClient.level_of`. ``cached``: prompt tokens that were found in KV blocks, by prompt.
     ``finish_reasons`` and ``responses`` (pieces of text): by index of the choice, ``prompt * n + response``. ``error``:
     why the call failed. ``cancelled``: the client went away first. ``answer``: a hook's, from :meth:`Hook.admit`.
     """
@@ -64,6 +64,7 @@ class Call:
     arrival: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
     conversation: Sequence[Any] = ()
+    session: str = ""
     queue_seconds: float | None = None
     level: str = ""
     first_token: float | None = None

@@ -65,15 +65,17 @@ class FleetRouter:
         """These engines, the best first. ``session``: the conversation of the request, if its client names it.
 
         The blocks say already where a conversation is, so it only decides between engines that are nearly equal.
+        What is answered already is computed like a prompt.
         """
-        tokens = len(request.prompt)
-        cached, tie = self._cached(request, engines)
+        prompt = [*request.prompt, *request.answered] if request.answered else request.prompt
+        tokens = len(prompt)
+        cached, tie = self._cached(request, prompt, engines)
         options = list[EngineOption]()
         for name in engines:
             engine = self._engines[name]
             missing = tokens - cached.get(name, 0) * engine.block_tokens
             options.append(EngineOption(name, engine.speed.seconds(engine.tokens + missing), missing))
-        return ranked(options, session.encode() or tie)
+        return ranked(options, session.encode("utf-8", "surrogatepass") or tie)
 
     def sent(self, option: EngineOption) -> None:
         """A request is on its way to the engine of an option: the next choice counts it."""
@@ -82,9 +84,11 @@ class FleetRouter:
         engine.unseen.append(option.tokens)
         self._count(engine)
 
-    def _cached(self, request: GenerateRequest, engines: Sequence[str]) -> tuple[dict[str, int], bytes]:
+    def _cached(
+        self, request: GenerateRequest, prompt: Sequence[int], engines: Sequence[str]
+    ) -> tuple[dict[str, int], bytes]:
         """Blocks of the prompt by engine, and the key of the first one; of a prompt without any, the prompt itself."""
-        cached, tie, prompt = dict[str, int](), b"", request.prompt
+        cached, tie = dict[str, int](), b""
         for size in {self._engines[name].block_tokens for name in engines}:
             keys = block_keys(prompt[:-1], size, request.cache_salt)  # the last token is computed in any case
             tie = keys[0] if keys else repr(prompt).encode()
