@@ -494,7 +494,7 @@ def test_another_version_is_refused_on_both_sides(
 ) -> None:
     with monkeypatch.context() as other:
         other.setattr("runtime.wire.session.VERSION", 99)
-        with pytest.raises(WireError, match="the engine speaks tapeout-engine 1") as caught:
+        with pytest.raises(WireError, match="the engine speaks tapeout-engine 2") as caught:
             opened(engine.address, KEY, tmp_path)
         assert caught.value.expected == "tapeout-engine 99" and "same version" in caught.value.remedy
     assert opened(engine.address, KEY, tmp_path).info.name == "7"

@@ -150,8 +150,11 @@ def test_a_server_that_asks_hears_of_blocks_and_load() -> None:
     prompt = list(range(1, 10))
     with serving(engine()) as server:
         server.send(Add(GenerateRequest("a", prompt, 2), 0.0))
-        found = reports(server, 0.7)
-        assert found and not any(report.routing for report in found)
+        ended = False
+        while not ended:
+            report = server.report(5)
+            assert report.routing is None
+            ended = any(delta.finish_reason for delta in report.deltas)
         server.send(WatchBlocks(3))
         routing = routed(server).routing
         assert routing is not None and (routing.turn, routing.number, routing.whole, routing.received) == (
