@@ -291,7 +291,7 @@ def test_a_pass_that_changes_what_is_computed_is_named(step: Any, operator: str,
 
 
 def test_the_passes_of_every_target_are_compared() -> None:
-    """Those of GPUs' own operators are compared where these are computed: test_cuda_engine.py, test_ort_cuda_engine.py."""
+    """Those of GPUs' own operators are compared by test_cuda_engine.py and test_ort_cuda_engine.py."""
     compared = {step for target, _ in CASES for step in find_target(target).passes().every}
     known = {step for target in known_targets() for step in find_target(target).passes().every}
     of_gpus = {step for step in known if step.__name__.split(".")[2] in ("cuda", "onnxruntime_cuda")}
