@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { THREADS = 3, MOST_OPS = 16, MOST_WORK = 1 << 16, COPIES = 2 };
+enum { THREADS = 3, MOST_OPS = 32, MOST_WORK = 1 << 16, COPIES = 2 };
 
 struct Status {
   int code;
@@ -148,6 +148,7 @@ static Status* create_domain(const char* name, Domain** domain) {
 }
 static Status* domain_add(Domain* domain, const Op* op) {
   TRY(injected());
+  if (domain->count == MOST_OPS) fail("more than %d operators", MOST_OPS);
   domain->ops[domain->count++] = op;
   return NULL;
 }
