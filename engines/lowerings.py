@@ -31,12 +31,14 @@ class Linears:
 
 
 def lowering_of(scheme: Scheme, backend: str) -> Linears:
-    """``backend``: onnxruntime, onnxruntime-cuda or tensorrt."""
+    """``backend``: cuda, onnxruntime, onnxruntime-cuda or tensorrt."""
     found = formats()[scheme.format]
     static = GATHERED if scheme.activations == "int8" else ""
     if backend == "tensorrt":
         own = ("int4_linears",) if scheme.format == "int4" else ()
         return Linears((*own, "float_linears"), embedding=static)
+    if backend == "cuda":
+        return Linears(("block_linears",), embedding=static)
     if static and backend == "onnxruntime":
         return Linears(("static_int8_linears",), embedding=static)
     least = found.integer_bits if isinstance(found, NumberFormat) else 0

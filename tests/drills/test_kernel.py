@@ -89,7 +89,7 @@ def test_a_kernel_for_one_operator(tmp_path: Path) -> None:
     checkout.add("engines/kernels/cpu/source/float_gather.c", KERNEL)
     checkout.add("engines/passes/onnxruntime/float_embedding.py", PASS)
     checkout.edit("engines/kernels/operators.py", ")\nOPERATORS = {", DECLARED)
-    for old in ("            embedding,\n            greedy_head,", "                embedding,\n            ),"):
+    for old in ("            embedding,\n            gated_norms,", "                embedding,\n            ),"):
         new = old.replace("embedding,\n", "embedding,\n            float_embedding,\n")
         checkout.edit("engines/targets/ort_cpu/__init__.py", old, new)
     row = "| `FloatGather` | rows of an embedding in float | Gather |"

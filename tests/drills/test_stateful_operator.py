@@ -312,8 +312,8 @@ def test_an_operator_with_a_vector_of_state(tmp_path: Path) -> None:
     checkout.add("engines/kernels/cpu/source/running_mean.c", KERNEL)
     checkout.edit("engines/kernels/operators.py", ")\nOPERATORS = {", DECLARED)
     for old in (
-        "            recurrent_conv,\n            silu,",
-        "                native_experts,\n                norms,",
+        "            recurrent_conv,\n            routers,",
+        "                native_experts,\n                routers,",
     ):
         new = old.replace(",\n", ", running_mean,\n", 1)
         checkout.edit("engines/targets/ort_cpu/__init__.py", old, new)

@@ -127,15 +127,15 @@ def slots_of_neighbours(model: ir.Model) -> None:
 def test_state_that_is_not_reset_or_is_a_neighbours(
     family: str, edit: EditGraph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from engines.passes.onnxruntime import silu
+    from engines.passes.onnxruntime import norms
 
-    sound = silu.run
+    sound = norms.run
 
     def planted(lowering: Lowering) -> PassResult:
         edit(lowering.model)  # once recurrences are lowered
         return sound(lowering)
 
-    monkeypatch.setattr(silu, "run", planted)
+    monkeypatch.setattr(norms, "run", planted)
     assert "serving_kl" in failed(family, tmp_path)
 
 

@@ -112,7 +112,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"gate": {"min_repeats": 3}}, "gate.min_repeats is 3, but a median is bounded at gate.confidence 0.95 by 5"),
         ({"model": {"source": "file:/m", "sha256": "abc"}}, "model.sha256"),
         ({"model": {}}, "model.source"),
-        ({"build": {"target": "abacus"}}, "build.target: no target 'abacus'; expected one of ort-cpu, "),
+        ({"build": {"target": "abacus"}}, "build.target: no target 'abacus'; expected one of cuda, ort-cpu, "),
         ({"calibrate": {"samples": 1}}, "calibrate.samples"),
         ({"plan": {"embeddings": {"match": "layers.*", "bits": 8}}}, "unknown key 'plan.embeddings.match'"),
         ({"plan": {"schemes": []}}, "plan.schemes: no rule; write auto"),

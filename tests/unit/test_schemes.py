@@ -18,7 +18,7 @@ from tapeout.quantized import QuantizedWeight, format_of, round_to_nearest, stor
 from tapeout.schemes import FLOAT, STATIC_INT8, Scheme
 from tests.lowering import apply, linear, lowering, model_of, named, run, value
 
-BACKENDS = ("onnxruntime", "onnxruntime-cuda", "tensorrt")
+BACKENDS = ("cuda", "onnxruntime", "onnxruntime-cuda", "tensorrt")
 CODED = [name for name, found in formats().items() if not isinstance(found, Uncoded)]
 RNG = np.random.default_rng(0)
 
