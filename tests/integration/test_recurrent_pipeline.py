@@ -75,12 +75,16 @@ MODELS = {
         "3.0 KiB",
     ),
     "qwen3_5_moe_text": Model(
-        {"CausalConv": 3, "GatedDelta": 3, "Experts": 4},
+        {"CausalConv": 3, "GatedDelta": 3, "BlockExperts": 4},
         [0, 0, 1, 1, 3, 3],
         frozenset(f"layers.{layer}.{unit}" for layer in (0, 1, 3) for unit in ("conv_in", "in_proj_z", "delta_out")),
         frozenset(f"layers.{layer}.delta_rates" for layer in (0, 1, 3)),
         "57.0 KiB",
-        {"plan": NEAR_LOSSLESS, "gate": {**GIVEN["gate"], "max_kl": 0.005}},  # 0.0014 was seen
+        {
+            "plan": NEAR_LOSSLESS,
+            "gate": {**GIVEN["gate"], "max_kl": 0.005},  # 0.0014 was seen
+            "shadow": {"prompts": 80},  # 3 of 20 answers differed early, which decides nothing (bound 0.3)
+        },
     ),
 }
 

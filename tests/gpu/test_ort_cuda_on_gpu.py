@@ -1,6 +1,6 @@
 """``ort-cuda`` engines on a GPU. Skipped without one: nothing here has run on a GPU yet.
 
-Run it alone, in an environment with onnxruntime-gpu: ``pytest tests/gpu/test_ort_cuda_engine.py``.
+Run it alone, in an environment with onnxruntime-gpu: ``pytest tests/gpu/test_ort_cuda_on_gpu.py``.
 """
 
 from __future__ import annotations
