@@ -454,7 +454,7 @@ DEFECTS = {
         "block_linear.c",
         "is_block_weight(&k->shape, 1, codes, scales, zero_points)",
         "(k->codes.present || is_block_weight(&k->shape, 1, codes, scales, zero_points))",
-        "overflow|accepted",
+        "overflow|accepted|null pointer",
     ),
     "a domain leaks": Defect(
         "provider.c", "if (f->domain) ((void (*)(Domain*))f->ort[RELEASE_DOMAIN])(f->domain);", "", "leak"
