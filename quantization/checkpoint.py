@@ -99,9 +99,7 @@ class QuantizedModel(Record):
     kv_cache: KVScheme
     proof: QuantizationProof
     source_bytes: int  # of the float checkpoint's weights
-    notes: tuple[
-        str, ...
-    ]  # where the plan could not be followed to the letter, and experts that calibration hardly saw
+    notes: tuple[str, ...]  # where the plan could not be followed to the letter; experts that calibration hardly saw
 
     @property
     def summary(self) -> str:

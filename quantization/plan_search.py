@@ -40,9 +40,9 @@ from quantization.units import (
     HEAD,
     Unit,
     caches,
+    candidates_of,
     embedding_schemes,
     resolve,
-    schemes_for,
     units_of,
     written_units,
 )
@@ -214,7 +214,7 @@ class _Menus:
     @classmethod
     def of(cls, wanted: Plan, graph: PortableGraph) -> _Menus:
         units = {unit.name: unit for unit in units_of(graph, wanted.layers_per_group)}
-        schemes = {name: schemes_for(unit) for name, unit in units.items()}
+        schemes = {name: candidates_of(unit.groups[0]) for name, unit in units.items()}
         embeddings = embedding_schemes(wanted.embeddings, graph.hidden_size)
         return cls(units, schemes | {EMBEDDINGS: embeddings}, caches(wanted.kv_cache, graph.head_size))
 

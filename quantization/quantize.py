@@ -295,10 +295,8 @@ class _Job:
             result.tensors.update(zip(group.members, weights, strict=True))
         else:
             statistics = read_statistics(self.calibration, group)
-            factors, fold_target = (
-                row_factors(weights, group, statistics),
-                fold_target_of(group, self.graph, self.stored),
-            )
+            factors = row_factors(weights, group, statistics)
+            fold_target = fold_target_of(group, self.graph, self.stored)
             found = search(multiplied(weights, factors), scheme, statistics, self.settings, fold_target)
             linears = restored([member.linear for member in found.members], factors)
             result.tensors.update(zip(group.members, linears, strict=True))

@@ -14,7 +14,7 @@ from quantization.calibration import Calibration, sample_hash
 from quantization.needs import simulation_needs
 from quantization.sensitivity import Sensitivity, UnitSensitivity
 from quantization.statistics import held_out
-from quantization.units import caches, embedding_schemes, schemes_for, units_of
+from quantization.units import caches, candidates_of, embedding_schemes, units_of
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
@@ -46,7 +46,7 @@ def sweep(
 
     chosen = held_out(calibration, samples)[: wanted.samples]
     units = units_of(graph.record, wanted.layers_per_group)
-    work = [(unit, [scheme for scheme in schemes_for(unit) if scheme != FLOAT]) for unit in units]
+    work = [(unit, [scheme for scheme in candidates_of(unit.groups[0]) if scheme != FLOAT]) for unit in units]
     embeddings = embedding_schemes(wanted.embeddings, graph.record.hidden_size)
     kept = caches(wanted.kv_cache, graph.record.head_size)
     count = sum(len(schemes) for _, schemes in work) + len(embeddings) + len(kept)

@@ -101,11 +101,6 @@ def is_rate(group: str) -> bool:
     return group.rpartition(".")[2] in {operator.rates for operator in operators().values() if operator.rates}
 
 
-def schemes_for(unit: Unit) -> tuple[Scheme, ...]:
-    """What the planner may choose for a unit, fitted to it."""
-    return (FLOAT,) if is_rate(unit.name) else candidates_of(unit.groups[0])
-
-
 def candidates_for(columns: int, candidate_schemes: Sequence[Scheme] = CANDIDATE_SCHEMES) -> tuple[Scheme, ...]:
     """The schemes of a menu that weights of ``columns`` inputs can have, fitted to them, each once."""
     fitting = [scheme for scheme in candidate_schemes if scheme.group_size is None or columns % SMALLEST_GROUP == 0]
@@ -113,7 +108,12 @@ def candidates_for(columns: int, candidate_schemes: Sequence[Scheme] = CANDIDATE
 
 
 def candidates_of(group: LinearGroup) -> tuple[Scheme, ...]:
-    """The schemes that a group of linears or experts can have, fitted to it. Inputs of experts have no static grid."""
+    """What the planner may choose for a group of linears or experts, fitted to it.
+
+    Rates of a recurrence stay in float; inputs of experts have no static grid.
+    """
+    if is_rate(group.name):
+        return (FLOAT,)
     possible = [scheme for scheme in CANDIDATE_SCHEMES if scheme.activations == "float" or not group.experts]
     return candidates_for(group.in_features, possible)
 

@@ -9,7 +9,7 @@ from quantization.output_error import output_error
 from quantization.query_gates import multiplied, restored, row_factors
 from quantization.search import SearchResult, search
 from quantization.statistics import Statistics
-from quantization.units import resolve, schemes_for, units_of
+from quantization.units import candidates_of, resolve, units_of
 from tapeout.errors import RecipeError
 from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
@@ -105,6 +105,6 @@ def test_rates_stay_in_float_unless_a_rule_names_them(graph: PortableGraph) -> N
 
 
 def test_the_planner_leaves_rates_in_float(graph: PortableGraph) -> None:
-    menus = {unit.name: schemes_for(unit) for unit in units_of(graph, 1)}
+    menus = {unit.name: candidates_of(unit.groups[0]) for unit in units_of(graph, 1)}
     assert menus["layers.0.delta_rates"] == (FLOAT,)
     assert all(len(menu) > 1 for name, menu in menus.items() if name != "layers.0.delta_rates")

@@ -36,7 +36,11 @@ def run(lowering: Lowering) -> PassResult:
     linears, choices = find_linears(lowering.model.graph), [n for n in lowering.model.graph if n.op_type == "TopK"]
     if not linears and not choices:
         return PassResult(0, ("no linear stays in float",))
-    reasons = {linear.name: lowering.kernels.unsupported(NAME) or _lower(lowering, linear) for linear in linears}
+    reasons = dict[str, str]()
+    for linear in linears:
+        reasons[linear.name] = lowering.kernels.unsupported(NAME)
+        if not reasons[linear.name]:
+            _lower(lowering, linear)
     for node in choices:
         name = f"TopK {node.outputs[0].name}"
         reasons[name] = lowering.kernels.unsupported(CHOICE) or _choose(lowering, node)
@@ -98,8 +102,7 @@ def _divided_by_sum(values: ir.Value) -> ir.Node | None:
     return division if of_rows and divides else None
 
 
-def _lower(lowering: Lowering, linear: Linear) -> str:
-    """Empty: it is always taken."""
+def _lower(lowering: Lowering, linear: Linear) -> None:
     name, (outputs, columns), as_stored = linear.name, linear.shape, linear.transposed
 
     def made() -> NDArray[np.float32]:
@@ -120,4 +123,3 @@ def _lower(lowering: Lowering, linear: Linear) -> str:
     replace(lowering.model, [last], [node], {linear.output: node.outputs[0]})
     if not linear.weight.uses() and name in lowering.model.graph.initializers:
         del lowering.model.graph.initializers[name]
-    return ""

@@ -13,8 +13,7 @@ from engines.kernels.cuda.layout import FEW_ROWS, FEW_TOKENS, RUN_RESULTS, RUN_T
 from engines.kernels.cuda.library import DeviceEngine, DeviceStep
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
-from engines.state_slots import StateSlots
-from engines.step_inputs import StepPiece, check, not_finite, result_of, runs
+from engines.step_inputs import NO_SLOTS, StepPiece, check, not_finite, result_of, runs
 from tapeout.artifact import Artifact, verify_files
 from tapeout.state import paged_buffers
 
@@ -91,7 +90,7 @@ class CudaEngine:
         self._device.copy_block(source, target, tokens)
 
     def copy_state(self, source: int, target: int) -> None:
-        StateSlots(0).copy(source, target)
+        NO_SLOTS.copy(source, target)
 
     def close(self) -> None:
         self._device.close()

@@ -41,10 +41,9 @@ class OrtCuda(GraphTarget):
         return ProviderOperators()
 
     def passes(self) -> Passes:
-        from engines.passes.graph import folded, linears, logit_positions, merge_linears, rotary_tables
+        from engines.passes.graph import folded, half_precision, linears, logit_positions, merge_linears, rotary_tables
         from engines.passes.onnxruntime import cached_attention, embedding, norms, silu
         from engines.passes.onnxruntime_cuda import nbits_linears, paged_attention
-        from engines.passes.tensorrt import half_precision
 
         return Passes(
             (

@@ -38,8 +38,8 @@ class TensorRT(HardwareTarget):
         )
 
     def passes(self) -> Passes:
-        from engines.passes.graph import linears, logit_positions, rotary_tables
-        from engines.passes.tensorrt import fixed_kv_cache, float_linears, fp8_linears, half_precision, int4_linears
+        from engines.passes.graph import half_precision, linears, logit_positions, rotary_tables
+        from engines.passes.tensorrt import fixed_kv_cache, float_linears, fp8_linears, int4_linears
 
         # The compiler merges Q/K/V and gate/up: merged here, the engine of a 3-profile build was 25 % larger.
         return Passes(

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 
 from runtime.wire.messages import EngineStats
 
-COUNTERS = (
-    *("steps", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "preemptions", "drafts"),
-    *("drafted_tokens", "accepted_tokens", "kv_values", "kv_values_clipped"),
-    *("activation_values", "activation_values_clipped"),
-)
 STATES = (
     *("running", "waiting", "waiting_tokens", "blocks", "blocks_held", "blocks_cached"),
     *("slots", "slots_held", "slots_cached"),
 )
 OF_A_STEP = ("step_seconds", "step_tokens", "step_requests")
+FINISHED = "finished"  # counters by reason
+COUNTERS = tuple(name for name in EngineStats._fields if name not in (*STATES, *OF_A_STEP, FINISHED))
 
 
 class Totals:
@@ -40,11 +37,11 @@ class Totals:
         states = {name: sum(getattr(last, name) for _, last in connections) for name in STATES}
         busiest = max((last for _, last in connections), key=lambda last: last.step_requests, default=EngineStats())
         step = {name: getattr(busiest, name) for name in OF_A_STEP}
-        finished = {name.partition(" ")[2]: count for name, count in counted.items() if name.startswith("finished ")}
+        finished = {name.partition(" ")[2]: count for name, count in counted.items() if name.startswith(f"{FINISHED} ")}
         return EngineStats(**{name: counted[name] for name in COUNTERS}, **states, **step, finished=finished)
 
 
 def _counted(stats: EngineStats) -> Counter[str]:
     counts = Counter({name: getattr(stats, name) for name in COUNTERS})
-    counts.update({f"finished {reason}": count for reason, count in stats.finished.items()})
+    counts.update({f"{FINISHED} {reason}": count for reason, count in stats.finished.items()})
     return counts
