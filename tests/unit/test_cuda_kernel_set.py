@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from engines.kernels.cuda.kernel_set import COMPUTED, HEAD_SIZES, CudaKernels
 from engines.kernels.cuda.parameters import Weight
+from engines.kernels.cuda.plan import make_plan
 from engines.kernels.kernel_set import KernelSet
-from engines.kernels.operators import OPERATORS
+from engines.kernels.operators import DOMAIN, OPERATORS
 from engines.passes.onnxruntime import block_linears
+from tapeout.errors import BuildError
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.cuda import Device, at, block_linear, host, rounded
-from tests.lowering import model_of
+from tests.lowering import model_of, named, value
 from tests.native import random_linear
 
 KERNELS: KernelSet = CudaKernels()
@@ -35,6 +38,20 @@ def test_operators_that_are_not_there_have_a_reason() -> None:
 def test_weights_that_are_not_taken_have_a_reason(scheme: Scheme, columns: int, reason: str) -> None:
     found = KERNELS.unsupported_weight(random_linear(16, columns, scheme))
     assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize(("table", "norms", "reason"), [(32, True, "no head norms"), (16, False, "no partial rotary")])
+def test_a_plan_drops_no_part_of_attention(table: int, norms: bool, reason: str) -> None:
+    """Planted: a pass that moves more into attention than its kernels compute."""
+    caches = [value(name, ["blocks", 2, 64, 64]) for name in ("keys", "values")]
+    tables = [value(name, [128, table]) for name in ("cosines", "sines")]
+    weights = [value(name, [64]) for name in ("query_norm", "key_norm")] if norms else []
+    given = [value("qkv", [1, "tokens", 512]), *caches, *tables, *weights]
+    qkv, keys, values, *rest = given
+    inputs = [qkv, None, None, keys, values, None, None, None, *rest[:2], None, None, *rest[2:]]
+    node = ir.node("CachedAttention", inputs, attributes={"num_heads": 4, "kv_num_heads": 2}, domain=DOMAIN)
+    with pytest.raises(BuildError, match=reason):
+        make_plan(model_of(given, [named("y", node.outputs[0])]))
 
 
 def test_static_activations_are_not_taken() -> None:
