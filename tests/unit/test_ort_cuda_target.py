@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engines.kernels.cuda import device
 from engines.load import find_target, load, runs_here
 from engines.targets.ort_cuda import hardware
 from pipeline.cli.doctor import Status, ort_cuda
@@ -35,11 +36,15 @@ class Driver:
         found._obj.value = self.count
         return 0
 
-    def cuDeviceGet(self, device: Any, number: int) -> int:  # noqa: N802
+    def cuDeviceGet(self, found: Any, number: int) -> int:  # noqa: N802
         return 0
 
-    def cuDeviceGetAttribute(self, found: Any, name: int, device: Any) -> int:  # noqa: N802
-        found._obj.value = self.capability[name - hardware.MAJOR]
+    def cuDeviceGetName(self, name: Any, size: int, number: Any) -> int:  # noqa: N802
+        name.value = b"a GPU"
+        return 0
+
+    def cuDeviceGetAttribute(self, found: Any, name: int, number: Any) -> int:  # noqa: N802
+        found._obj.value = self.capability[name - device.MAJOR]
         return 0
 
 
@@ -53,7 +58,7 @@ def machine(
             raise OSError(f"{name}: cannot open shared object file")
         return driver
 
-    patch.setattr(hardware, "ctypes", SimpleNamespace(CDLL=opened, c_int=ctypes.c_int, byref=ctypes.byref))
+    patch.setattr(device, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": opened}))
     patch.setattr(hardware, "installed", lambda: version)
     patch.setattr(hardware, "_has_provider", lambda: provider)
 
@@ -62,9 +67,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no package": ({"driver": Driver(), "version": ""}, "onnxruntime-gpu is not installed"),
     "another version": ({"driver": Driver(), "version": "1.30.0"}, "onnxruntime-gpu is 1.30.0"),
     "hidden by onnxruntime": ({"driver": Driver(), "provider": False}, "has no CUDA provider"),
-    "no driver": ({"driver": None}, "there is no NVIDIA driver"),
+    "no driver": ({"driver": None}, "no driver: libcuda.so.1"),
     "a driver that does not start": ({"driver": Driver(code=100)}, "cuInit gives 100"),
-    "an old driver": ({"driver": Driver(version=12080)}, "the NVIDIA driver is for CUDA 12.8"),
+    "an old driver": ({"driver": Driver(version=12080)}, "the driver is for CUDA 12.8"),
     "no GPU": ({"driver": Driver(count=0)}, "finds no GPU"),
     "a GPU without kernels": ({"driver": Driver(capability=(10, 0))}, "has no kernels for sm100"),
 }

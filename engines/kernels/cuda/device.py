@@ -33,7 +33,7 @@ class Gpu:
 
 
 def find_gpu() -> Gpu | str:
-    """The first GPU, or why there is none that kernels could run on, as a clause for users."""
+    """The first GPU, or why nothing can run on one, as a clause for users."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
@@ -42,7 +42,9 @@ def find_gpu() -> Gpu | str:
     driver.cuDriverGetVersion(ctypes.byref(version))
     if version.value < LEAST_DRIVER:
         return f"the driver is for CUDA {version.value // 1000}.{version.value % 1000 // 10}, and 13.0 is needed"
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+    if code := driver.cuInit(0):
+        return f"the driver does not start: cuInit gives {code}"
+    if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return "the driver finds no GPU"
     device, name = ctypes.c_int(), ctypes.create_string_buffer(128)
     driver.cuDeviceGet(ctypes.byref(device), 0)
