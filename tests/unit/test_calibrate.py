@@ -39,7 +39,7 @@ def recipe(samples: int = SAMPLES) -> BaseRecipe:
 def small_blocks(patch: pytest.MonkeyPatch) -> None:
     """The widest Gram matrices are kept in two blocks, and each is summed in two that are uneven."""
     patch.setattr("quantization.calibration.BLOCK_CHANNELS", 128)
-    patch.setattr("quantization.calibrate.GRAM_BLOCK", 96)
+    patch.setattr("quantization.input_sums.GRAM_BLOCK", 96)
 
 
 def blocks_of(channels: int) -> int:

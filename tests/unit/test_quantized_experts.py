@@ -18,11 +18,11 @@ from engines.load import open_probe
 from engines.passes.onnxruntime import native_experts
 from evals.kinds.parity.measure import compare
 from pipeline.export.checkpoint import load_checkpoint
-from quantization.calibrate import ExpertSums
 from quantization.checkpoint_formats.experts import names_of
 from quantization.checkpoint_formats.write import export_checkpoint
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.cost_table import CostTable, shape_of
+from quantization.input_sums import ExpertSums
 from quantization.proof import QuantizationProof, count_tensors, prove
 from quantization.quick_rounding import QuickRounding
 from quantization.reference import InputGrid, QuantizedReference
