@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from tapeout.artifact import Frozen, Record, Roles
+from tapeout.artifact import Frozen, ParentTypes, Record
 from tapeout.fingerprint import Fingerprint
 from tapeout.state import SEQUENCE_SLOTS, LayerState, slot_bytes, token_bytes
 
@@ -107,7 +107,7 @@ class LinearOutput(Frozen):
 class LoweredRecord(Record):
     """The record of a lowered graph, whether it runs as it is or is compiled further."""
 
-    parent_roles: ClassVar[Roles] = {
+    parent_types: ClassVar[ParentTypes] = {
         "graph": ("PortableGraph",),
         "calibration": ("Calibration",),
         "quantized": ("QuantizedModel",),
@@ -146,8 +146,8 @@ class EngineBundle(LoweredRecord):
     artifact_type: ClassVar[str] = "EngineBundle"
     schema_version: ClassVar[int] = 5  # 5: kinds of state of a layer, instead of KV heads
     remedy: ClassVar[str] = "run `dvc repro build-baseline build-candidate`"
-    parent_roles: ClassVar[Roles] = {
-        **LoweredRecord.parent_roles,
+    parent_types: ClassVar[ParentTypes] = {
+        **LoweredRecord.parent_types,
         "lowered": ("LoweredGraph",),
         "portable": ("PortableReport",),
     }

@@ -39,7 +39,7 @@ LINEAGE: Mapping[str, tuple[str, ...]] = {
 
 def measured() -> tuple[str, ...]:
     """Folders below ``artifacts`` that hold reports of executed engines."""
-    return tuple(dict.fromkeys(kind.role for kind in kinds() if kind.needed == "executed"))
+    return tuple(dict.fromkeys(kind.folder for kind in kinds() if kind.needed == "executed"))
 
 
 def load_evidence(artifacts: Path, recipe: BaseRecipe) -> Evidence:
@@ -52,7 +52,7 @@ def load_evidence(artifacts: Path, recipe: BaseRecipe) -> Evidence:
     headers = {name: load_header(artifacts / name) for name in dict.fromkeys((*LINEAGE, *measured()))}
     problems = [problem for name in headers for problem in _parents(name, headers)]
     problems += not_as_asked(headers, recipe)
-    reports = {kind.name: kind.load(artifacts / kind.role, recipe) for kind in kinds() if kind.needed != "never"}
+    reports = {kind.name: kind.load(artifacts / kind.folder, recipe) for kind in kinds() if kind.needed != "never"}
     for kind in kinds():
         if (report := reports.get(kind.name)) is not None:
             problems += kind.deviations(report, recipe)
@@ -106,19 +106,19 @@ def _parents(name: str, headers: Mapping[str, Header]) -> Iterator[str]:
     """Where an artifact was made from another one than lies beside it, or does not say what it was made from."""
     parents, record = headers[name].parents, headers[name].record
     if name in LINEAGE:
-        for role in LINEAGE[name]:
-            if role not in parents:
-                yield f"{name} does not say from which {role} it was made"
+        for parent_name in LINEAGE[name]:
+            if parent_name not in parents:
+                yield f"{name} does not say from which {parent_name} it was made"
     elif not parents:
         yield f"{name} does not say of what it is"
-    for role, parent in parents.items():
-        if role in headers and parent != headers[role].ref:
+    for parent_name, parent in parents.items():
+        if parent_name in headers and parent != headers[parent_name].ref:
             yield (
-                f"{name} was made from {role} {short(parent.digest)}, "
-                f"not from {short(headers[role].digest)} which lies beside it"
+                f"{name} was made from {parent_name} {short(parent.digest)}, "
+                f"not from {short(headers[parent_name].digest)} which lies beside it"
             )
-        if isinstance(named := record.get(role), str) and named != parent.digest:
-            yield f"{name} names {role} {short(named)}, but was made from {short(parent.digest)}"
+        if isinstance(named := record.get(parent_name), str) and named != parent.digest:
+            yield f"{name} names {parent_name} {short(named)}, but was made from {short(parent.digest)}"
 
 
 def _calibrated_on(calibration: Path, header: Header) -> frozenset[str]:

@@ -60,7 +60,7 @@ def gate(evidence: Evidence, bounds: Bounds, folder: Path) -> Artifact[Verdict]:
             parents={
                 "baseline": ArtifactRef(EngineBundle.artifact_type, verdict.baseline),
                 "candidate": ArtifactRef(EngineBundle.artifact_type, verdict.candidate),
-                **{kind.role: report.ref for kind in kinds() if (report := kind.given(evidence))},
+                **{kind.folder: report.ref for kind in kinds() if (report := kind.given(evidence))},
             },
         )
     return load(folder, Verdict)

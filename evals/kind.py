@@ -202,13 +202,13 @@ class CountTexts(Protocol):
 class EvidenceKind(Generic[R, T, B]):
     """One kind of evidence. Each folder of ``evals/kinds`` holds one instance, ``KIND``.
 
-    ``role``: its folder below ``artifacts/``, and its role among the parents of a verdict. Kinds that are measured
+    ``folder``: below ``artifacts/``, and the name of its report among the parents of a verdict. Kinds that are measured
     together share one. ``needed``: always, once the engine was executed, or never.
     """
 
     order: ClassVar[int]  # of checks, facts and blocks
     name: ClassVar[str]
-    role: ClassVar[str] = ""
+    folder: ClassVar[str] = ""
     needed: ClassVar[Literal["always", "executed", "never"]] = "executed"
     stage: ClassVar[str] = ""  # the stage that writes the report; empty: another kind's, or none
     measure_module: ClassVar[str] = ""  # its ``measure(context, folder)`` is that stage

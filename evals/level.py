@@ -38,7 +38,7 @@ from evals.kinds.serving import (
 from evals.kinds.text import TextBounds
 from evals.limits import at_least, at_most
 from evals.verdict import EXIT_CODES, Verdict
-from tapeout.artifact import Artifact, Record, Roles, load
+from tapeout.artifact import Artifact, ParentTypes, Record, load
 from tapeout.errors import EvidenceError, ExitCode
 from tapeout.fingerprint import require_match
 
@@ -53,7 +53,7 @@ class LevelVerdict(Executed, Record):
     artifact_type: ClassVar[str] = "LevelVerdict"
     remedy: ClassVar[str] = "run `tapeout verify`"
     schema_version: ClassVar[int] = 3
-    parent_roles: ClassVar[Roles] = {
+    parent_types: ClassVar[ParentTypes] = {
         "candidate": ("EngineBundle",),
         "verdict": ("Verdict",),
         "parity": ("ParityReport",),
@@ -143,14 +143,14 @@ def load_level(
     """
     found = load(folder, LevelVerdict)
     found.verify()
-    ran, digests = found.record.executed_on, {role: ref.digest for role, ref in found.parents.items()}
+    ran, digests = found.record.executed_on, {name: ref.digest for name, ref in found.parents.items()}
     wanted = {
         "candidate": bundle.digest,
         "verdict": verdict.digest,
         "parity": verdict.record.evidence.get(ParityReport.artifact_type),
     }
     items, served = read_items(folder / LEVEL_ITEMS, LevelItem), read_items(folder / SERVED_ITEMS, ServedItem)
-    problems = [f"is of another {role}" for role, digest in wanted.items() if digests.get(role) != digest]
+    problems = [f"is of another {name}" for name, digest in wanted.items() if digests.get(name) != digest]
     if ran.level != level:
         problems.append(f"is of {ran.level}")
     problems += served_problems("the evidence", served, SLOTS, bundle.record.io.max_tokens)

@@ -11,7 +11,7 @@ from typing import ClassVar
 from evals.check import Check, Fact, Outcome, Slice
 from evals.known import kinds
 from evals.policy import Policy, Settings
-from tapeout.artifact import ArtifactRef, Record, Roles
+from tapeout.artifact import ArtifactRef, ParentTypes, Record
 from tapeout.errors import ExitCode
 
 EXIT_CODES = {
@@ -26,10 +26,10 @@ class Verdict(Record):
     artifact_type: ClassVar[str] = "Verdict"
     remedy: ClassVar[str] = "run `dvc repro gate`"
     schema_version: ClassVar[int] = 4
-    parent_roles: ClassVar[Roles] = {
+    parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
-        **{kind.role: kind.artifact_types for kind in kinds() if kind.role},
+        **{kind.folder: kind.artifact_types for kind in kinds() if kind.folder},
     }
 
     outcome: Outcome

@@ -30,7 +30,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import ClassVar
 
-from tapeout.artifact import Frozen, Record, Roles, canonical_json
+from tapeout.artifact import Frozen, ParentTypes, Record, canonical_json
 from tapeout.recipe import Calibrate
 
 SAMPLES_FILE = "samples.jsonl"
@@ -79,7 +79,7 @@ class Calibration(Record):
     artifact_type: ClassVar[str] = "Calibration"
     schema_version: ClassVar[int] = 6
     remedy: ClassVar[str] = "run `dvc repro calibrate`"
-    parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",)}
+    parent_types: ClassVar[ParentTypes] = {"graph": ("PortableGraph",)}
 
     asked: Calibrate  # by the recipe
     samples_hash: str  # sha256 of the sample hashes, in order

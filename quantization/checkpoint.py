@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 from safetensors import safe_open
 
 from quantization.proof import QuantizationProof
-from tapeout.artifact import Frozen, Record, Roles
+from tapeout.artifact import Frozen, ParentTypes, Record
 from tapeout.errors import QuantizationError
 from tapeout.number_format import FloatArray
 from tapeout.recipe import Quantize
@@ -88,7 +88,7 @@ class QuantizedModel(Record):
     artifact_type: ClassVar[str] = "QuantizedModel"
     schema_version: ClassVar[int] = 4
     remedy: ClassVar[str] = "run `dvc repro quantize`"
-    parent_roles: ClassVar[Roles] = {
+    parent_types: ClassVar[ParentTypes] = {
         "graph": ("PortableGraph",),
         "calibration": ("Calibration",),
         "plan": ("PrecisionPlan",),

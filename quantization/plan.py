@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from quantization.plan_solver import Round
-from tapeout.artifact import Frozen, Record, Roles
+from tapeout.artifact import Frozen, ParentTypes, Record
 from tapeout.recipe import KVCache, Plan
 from tapeout.schemes import Scheme
 
@@ -61,7 +61,7 @@ class PrecisionPlan(Record):
     artifact_type: ClassVar[str] = "PrecisionPlan"
     schema_version: ClassVar[int] = 3
     remedy: ClassVar[str] = "run `dvc repro plan`"
-    parent_roles: ClassVar[Roles] = {
+    parent_types: ClassVar[ParentTypes] = {
         "graph": ("PortableGraph",),
         "calibration": ("Calibration",),
         "sensitivity": ("Sensitivity",),

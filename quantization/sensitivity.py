@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from tapeout.artifact import Frozen, Record, Roles
+from tapeout.artifact import Frozen, ParentTypes, Record
 
 
 class UnitSensitivity(Frozen):
@@ -21,7 +21,7 @@ class Sensitivity(Record):
     artifact_type: ClassVar[str] = "Sensitivity"
     schema_version: ClassVar[int] = 2
     remedy: ClassVar[str] = "run `dvc repro sensitivity`"
-    parent_roles: ClassVar[Roles] = {"graph": ("PortableGraph",), "calibration": ("Calibration",)}
+    parent_types: ClassVar[ParentTypes] = {"graph": ("PortableGraph",), "calibration": ("Calibration",)}
 
     asked: bool  # False: the plan is written out, so nothing was measured
     samples: tuple[str, ...] = ()  # hashes of the calibration samples it was measured on; all of them were held out

@@ -12,7 +12,7 @@ the artifact's place. So an artifact is whole or absent, and an interrupted stag
 
 A file's content is hashed once per file identity (tapeout/file_hashes.py), so opening an artifact again is quick.
 
-The digest is the sha256 of the canonical record, which holds the sha256 of every file and, by role, the type and the
+The digest is the sha256 of the canonical record, which holds the sha256 of every file and, by name, the type and the
 digest of every parent, and no clock time: the same inputs give the same digest.
 """
 
@@ -38,7 +38,7 @@ RECORD = "record.json"
 KEYS = frozenset({"artifact_type", "schema_version", "record", "files", "parents", "digest"})
 
 
-Roles = Mapping[str, tuple[str, ...]]  # of a parent: the artifact types that can fill each
+ParentTypes = Mapping[str, tuple[str, ...]]  # by the parent's name: what it may be
 
 
 class Frozen(BaseModel):
@@ -52,13 +52,13 @@ class Record(Frozen):
 
     Subclasses set ``artifact_type`` and ``remedy`` and add typed fields.
 
-    ``parent_roles``: what an artifact of this type can be made from.
+    ``parent_types``: what an artifact of this type can be made from.
     """
 
     artifact_type: ClassVar[str]
     remedy: ClassVar[str] = "run `dvc repro`"
     schema_version: ClassVar[int] = 2
-    parent_roles: ClassVar[Roles] = {}
+    parent_types: ClassVar[ParentTypes] = {}
 
 
 R = TypeVar("R", bound=Record)
@@ -85,7 +85,7 @@ class Artifact(Generic[R]):
     folder: Path
     record: R
     files: Mapping[str, FileEntry]
-    parents: Mapping[str, ArtifactRef]  # by role
+    parents: Mapping[str, ArtifactRef]  # by name
     digest: str
 
     @property
@@ -97,7 +97,7 @@ class Artifact(Generic[R]):
         verify_files(self.folder, self.files, remedy=self.record.remedy)
 
 
-Parents = Mapping[str, Artifact[Any] | ArtifactRef]  # by role
+Parents = Mapping[str, Artifact[Any] | ArtifactRef]  # by name
 
 
 def canonical_json(value: Any) -> bytes:
@@ -118,8 +118,8 @@ class Draft(Generic[R]):
     payload: dict[str, Any] | None = field(default=None, init=False)
 
     def finish(self, record: R, *, parents: Parents) -> None:
-        """Complete the record. :class:`ArtifactError` for a parent that does not fit ``parent_roles`` of its type."""
-        refs = {role: parent.ref if isinstance(parent, Artifact) else parent for role, parent in parents.items()}
+        """Complete the record. :class:`ArtifactError` for a parent that does not fit ``parent_types`` of its type."""
+        refs = {name: parent.ref if isinstance(parent, Artifact) else parent for name, parent in parents.items()}
         _check_parents(self.record_type, refs, str(self.folder))
         names = sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
         files = {
@@ -134,7 +134,7 @@ class Draft(Generic[R]):
             "schema_version": self.record_type.schema_version,
             "record": record.model_dump(mode="json"),
             "files": files,
-            "parents": {role: asdict(refs[role]) for role in sorted(refs)},
+            "parents": {name: asdict(refs[name]) for name in sorted(refs)},
         }
         self.payload = {"digest": _digest(body), **body}
 
@@ -207,14 +207,14 @@ def load_record(folder: Path, record_type: type[R]) -> Artifact[R]:
 
 
 def _check_parents(record_type: type[Record], parents: Mapping[str, ArtifactRef], where: str) -> None:
-    for role, parent in parents.items():
-        artifact_types = record_type.parent_roles.get(role, ())
+    for name, parent in parents.items():
+        artifact_types = record_type.parent_types.get(name, ())
         if parent.artifact_type not in artifact_types:
             raise ArtifactError(
-                f"{where} names a {parent.artifact_type} as {role} of a {record_type.artifact_type}",
+                f"{where} names a {parent.artifact_type} as {name} of a {record_type.artifact_type}",
                 expected=f"a {' or '.join(artifact_types)}"
                 if artifact_types
-                else f"a role of {', '.join(record_type.parent_roles) or 'none'}",
+                else f"a parent named {', '.join(record_type.parent_types) or 'none'}",
                 remedy=record_type.remedy,
             )
 
@@ -227,7 +227,7 @@ class Header:
     digest: str
     record: Mapping[str, Any]  # the fields of its type
     files: Mapping[str, FileEntry]
-    parents: Mapping[str, ArtifactRef]  # by role
+    parents: Mapping[str, ArtifactRef]  # by name
 
     @property
     def ref(self) -> ArtifactRef:
@@ -257,7 +257,7 @@ def _header(folder: Path, payload: Mapping[str, Any], remedy: str) -> Header:
         raise ArtifactError(f"{folder / RECORD} was edited: its digest does not match", remedy=remedy)
     try:
         files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
-        parents = {role: ArtifactRef(**parent) for role, parent in body["parents"].items()}
+        parents = {name: ArtifactRef(**parent) for name, parent in body["parents"].items()}
     except (AttributeError, TypeError) as error:
         raise ArtifactError(
             f"{folder / RECORD} does not list files and parents: {error}", expected="a record", remedy=remedy

@@ -20,7 +20,7 @@ from tapeout.file_hashes import sha256_file
 class Parent:
     """One ancestor. ``folder`` is None if no artifact beside this one has that digest."""
 
-    role: str
+    name: str
     artifact_type: str
     digest: str
     folder: Path | None
@@ -78,9 +78,9 @@ def siblings(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
 
 def _ancestors(parents: Mapping[str, Any], known: Mapping[str, tuple[Path, dict[str, Any]]]) -> tuple[Parent, ...]:
     chain: list[Parent] = []
-    for role, parent in parents.items():
+    for name, parent in parents.items():
         folder, body = known.get(parent["digest"], (None, {"parents": {}}))
-        chain.append(Parent(role, **parent, folder=folder, parents=_ancestors(body["parents"], known)))
+        chain.append(Parent(name, **parent, folder=folder, parents=_ancestors(body["parents"], known)))
     return tuple(chain)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from tapeout.artifact import Frozen, Record, Roles
+from tapeout.artifact import Frozen, ParentTypes, Record
 from tapeout.state import LayerState, Paged
 
 
@@ -70,7 +70,7 @@ class PortableGraph(Record):
     artifact_type: ClassVar[str] = "PortableGraph"
     schema_version: ClassVar[int] = 7
     remedy: ClassVar[str] = "run `dvc repro export`"
-    parent_roles: ClassVar[Roles] = {"source": ("Source",)}
+    parent_types: ClassVar[ParentTypes] = {"source": ("Source",)}
 
     architecture: str  # transformers class name
     layers: int

@@ -33,8 +33,8 @@ from quantization.plan import decisive
 from tapeout.artifact import (
     Artifact,
     ArtifactRef,
+    ParentTypes,
     Record,
-    Roles,
     canonical_json,
     create,
     load,
@@ -92,8 +92,10 @@ def write_stub(
     folder: Path, artifact_type: str, name: str, fields: Mapping[str, Any], lines: str = "", **parents: ArtifactRef
 ) -> ArtifactRef:
     """``fields``: of the record. ``lines``: of the file of calibration samples, where there is one."""
-    roles: Roles = {role: (parent.artifact_type,) for role, parent in parents.items()}
-    kind = type(artifact_type, (Stub,), {"artifact_type": artifact_type, "parent_roles": roles, "__module__": __name__})
+    allowed: ParentTypes = {name: (parent.artifact_type,) for name, parent in parents.items()}
+    kind = type(
+        artifact_type, (Stub,), {"artifact_type": artifact_type, "parent_types": allowed, "__module__": __name__}
+    )
     with create(folder, kind) as draft:
         (draft.folder / "data.bin").write_text(name)
         if lines:
@@ -146,8 +148,8 @@ def write_evidence(artifacts: Path, evidence: Evidence, champion: ArtifactRef | 
     names = {made_up: refs[role].digest for made_up, role in judged.items()}
     machine = load_record(artifacts / "candidate", EngineBundle).record.hardware[0]
     refs["champion"] = champion or refs["baseline"]
-    for role in dict.fromkeys(kind.role for kind in kinds() if kind.needed == "executed"):
-        members = [kind for kind in kinds() if kind.role == role]
+    for folder in dict.fromkeys(kind.folder for kind in kinds() if kind.needed == "executed"):
+        members = [kind for kind in kinds() if kind.folder == folder]
         found = evidence.reports[members[0].name]
         if members[0].name == "speed":
             sizes = {"threads": 1, "prompt_tokens": 1, "new_tokens": 1}
@@ -160,8 +162,8 @@ def write_evidence(artifacts: Path, evidence: Evidence, champion: ArtifactRef | 
             if "champion" in fields:
                 fields |= {"champion": refs["champion"].digest, "champion_is_baseline": champion is None}
             record = type(found.record).model_validate(fields)
-        parents = {name: refs[name] for name in type(record).parent_roles if name in refs}
-        with create(artifacts / role, type(record)) as draft:
+        parents = {name: refs[name] for name in type(record).parent_types if name in refs}
+        with create(artifacts / folder, type(record)) as draft:
             for kind in members:
                 if kind.items_file:
                     write_items(draft.folder / kind.items_file, evidence.reports[kind.name].items)

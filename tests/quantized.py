@@ -122,7 +122,7 @@ def quantized_model(
         )
         parents = {
             role: ArtifactRef(artifact_types[0], "0" * 64)
-            for role, artifact_types in QuantizedModel.parent_roles.items()
+            for role, artifact_types in QuantizedModel.parent_types.items()
         }
         draft.finish(record, parents=parents)
     return load(folder, QuantizedModel)

@@ -113,7 +113,7 @@ def _grow(tree: Tree, parents: Sequence[Parent]) -> None:
     for parent in parents:
         where = f"{parent.artifact_type} {parent.folder or 'not beside this artifact'}"
         style = "" if parent.folder else "yellow"
-        _grow(tree.add(Text(f"{parent.role}: {where}  {parent.digest[:12]}", style)), parent.parents)
+        _grow(tree.add(Text(f"{parent.name}: {where}  {parent.digest[:12]}", style)), parent.parents)
 
 
 def _pairs(values: Mapping[str, Any]) -> Table:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 from evals.check import Outcome
-from tapeout.artifact import Record, Roles
+from tapeout.artifact import ParentTypes, Record
 
 
 class Release(Record):
     artifact_type: ClassVar[str] = "Release"
     remedy: ClassVar[str] = "run `dvc repro register`"
     schema_version: ClassVar[int] = 3
-    parent_roles: ClassVar[Roles] = {"bundle": ("EngineBundle",), "verdict": ("Verdict",)}
+    parent_types: ClassVar[ParentTypes] = {"bundle": ("EngineBundle",), "verdict": ("Verdict",)}
 
     registry: str  # tracking URI without credentials
     model_name: str

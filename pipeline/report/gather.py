@@ -25,10 +25,10 @@ def gather(recipe: Recipe, artifacts: Path) -> ReportData:
     verdict = artifact.load(artifacts / "verdict", Verdict).record
     quantized = artifact.load(artifacts / "quantized", QuantizedModel)
     candidate = artifact.load(artifacts / "candidate", EngineBundle).record
-    shown = [(kind, artifacts / kind.role) for kind in kinds()]
-    found = (kind.block(folder, verdict) if _is_there(folder) else kind.absent for kind, folder in shown if kind.role)
+    shown = [(kind, artifacts / kind.folder) for kind in kinds()]
+    found = (kind.block(folder, verdict) if _is_there(folder) else kind.absent for kind, folder in shown if kind.folder)
     blocks = tuple(block for block in found if block)
-    lineage = dict.fromkeys((*MADE, *(kind.role for kind in kinds() if kind.role), "verdict"))
+    lineage = dict.fromkeys((*MADE, *(kind.folder for kind in kinds() if kind.folder), "verdict"))
     return ReportData(
         model_name=recipe.register_.model_name,
         verdict=verdict,
@@ -80,5 +80,5 @@ def _lineage(folder: Path) -> LineageRow:
     body = read_payload(folder)
     record = body["record"]
     versions = record.get("versions") or next(iter(record.get("hardware", [])), {}).get("libraries") or {}
-    parents = {role: parent["digest"] for role, parent in body["parents"].items()}
+    parents = {name: parent["digest"] for name, parent in body["parents"].items()}
     return LineageRow(body["artifact_type"], folder.name, body["digest"], parents, versions)

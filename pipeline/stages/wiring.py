@@ -228,7 +228,7 @@ def _report(recipe: Recipe) -> None:
 
 def _measure(kind: EvidenceKind[Any, Any, Any], recipe: Recipe) -> None:
     """The stage of a kind of evidence."""
-    import_module(kind.measure_module).measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.role)
+    import_module(kind.measure_module).measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.folder)
 
 
 def register_candidate(recipe: Recipe, *, key: Path | None = None, repair: bool = False) -> Artifact[Release]:

@@ -20,7 +20,7 @@ from pydantic import Field
 from evals.check import Findings
 from evals.kind import Bounds, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.rules import Rule, broken, counted
-from tapeout.artifact import Frozen, Roles
+from tapeout.artifact import Frozen, ParentTypes
 
 
 class RepetitionItem(Frozen):
@@ -32,7 +32,7 @@ class RepetitionItem(Frozen):
 class RepetitionReport(EvidenceRecord):
     artifact_type: ClassVar[str] = "RepetitionReport"
     remedy: ClassVar[str] = "run `dvc repro repetition`"
-    parent_roles: ClassVar[Roles] = {"candidate": ("EngineBundle",), "source": ("Source",)}
+    parent_types: ClassVar[ParentTypes] = {"candidate": ("EngineBundle",), "source": ("Source",)}
 
     candidate: str
     prompts: int
@@ -43,7 +43,7 @@ class RepetitionBounds(Bounds):
 
 
 class RepetitionKind(EvidenceKind[RepetitionReport, RepetitionItem, RepetitionBounds]):
-    order, name, role, stage = 55, "repetition", "repetition", "repetition"
+    order, name, folder, stage = 55, "repetition", "repetition", "repetition"
     measure_module = "evals.kinds.repetition.measure"
     artifact_types, items_file = ("RepetitionReport",), "repetition_items.jsonl"
     report, item, bounds = RepetitionReport, RepetitionItem, RepetitionBounds

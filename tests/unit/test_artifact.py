@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapeout.artifact import ArtifactRef, Parents, Record, Roles, canonical_json, create, load, read_payload
+from tapeout.artifact import ArtifactRef, Parents, ParentTypes, Record, canonical_json, create, load, read_payload
 from tapeout.errors import ArtifactError
 
 
 class Thing(Record):
     artifact_type: ClassVar[str] = "Thing"
     remedy: ClassVar[str] = "make a thing"
-    parent_roles: ClassVar[Roles] = {"source": ("Thing", "Other"), "other": ("Other",)}
+    parent_types: ClassVar[ParentTypes] = {"source": ("Thing", "Other"), "other": ("Other",)}
     size: int = 1
     note: str = ""
 
@@ -183,7 +183,7 @@ def test_a_type_that_moved_on_refuses_what_was_written_before(tmp_path: Path) ->
         load(tmp_path / "a", NewThing)
 
 
-def test_parents_are_given_as_artifacts_and_kept_by_role_noun_and_digest(tmp_path: Path) -> None:
+def test_parents_are_given_as_artifacts_and_kept_by_name_type_and_digest(tmp_path: Path) -> None:
     first = write(tmp_path / "a")
     write(tmp_path / "b", parents={"source": load(tmp_path / "a", Thing)})
     assert load(tmp_path / "b", Thing).parents == {"source": ArtifactRef("Thing", first)}
@@ -191,14 +191,14 @@ def test_parents_are_given_as_artifacts_and_kept_by_role_noun_and_digest(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("role", "artifact_type", "expected"),
-    [("baseline", "Other", "a role of source, other"), ("other", "Thing", "a Other")],
+    ("name", "artifact_type", "expected"),
+    [("baseline", "Other", "a parent named source, other"), ("other", "Thing", "a Other")],
 )
-def test_a_parent_of_another_role_or_type_is_refused(
-    tmp_path: Path, role: str, artifact_type: str, expected: str
+def test_a_parent_of_another_name_or_type_is_refused(
+    tmp_path: Path, name: str, artifact_type: str, expected: str
 ) -> None:
-    with pytest.raises(ArtifactError, match=f"names a {artifact_type} as {role} of a Thing") as caught:
-        write(tmp_path / "a", parents={role: ArtifactRef(artifact_type, "0")})
+    with pytest.raises(ArtifactError, match=f"names a {artifact_type} as {name} of a Thing") as caught:
+        write(tmp_path / "a", parents={name: ArtifactRef(artifact_type, "0")})
     assert caught.value.expected == expected
     assert not (tmp_path / "a").exists()
 

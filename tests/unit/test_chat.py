@@ -20,7 +20,7 @@ CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'
 LLAMA = """{{- bos_token }}
 {%- for message in messages %}
     {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Roles must alternate user/assistant') }}
+        {{- raise_exception('ParentTypes must alternate user/assistant') }}
     {%- endif %}
     {%- if message.role == 'user' %}[INST] {{ message.content | trim }} [/INST]
     {%- else %}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
@@ -62,7 +62,7 @@ def test_rendering_is_that_of_transformers(source: str, add_generation_prompt: b
 
 
 def test_a_template_that_objects_is_a_clear_error() -> None:
-    with pytest.raises(RequestError, match="Roles must alternate"):
+    with pytest.raises(RequestError, match="ParentTypes must alternate"):
         ChatTemplate(LLAMA, SPECIAL).render([TALK[0], TALK[0]])
 
 

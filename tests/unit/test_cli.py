@@ -29,7 +29,7 @@ from evals.check import Outcome
 from pipeline.cli.doctor import TENSORRT_PACKAGES, Finding, Status, diagnose, processor
 from pipeline.cli.main import app, main, message
 from pipeline.cli.shared import with_options
-from tapeout.artifact import ArtifactRef, Parents, Record, Roles, create, load, load_header
+from tapeout.artifact import ArtifactRef, Parents, ParentTypes, Record, create, load, load_header
 from tapeout.errors import ExitCode
 from tapeout.fingerprint import Fingerprint
 from tapeout.lineage import explain, fields
@@ -71,7 +71,7 @@ CODES = {Outcome.PASS: 0, Outcome.FAIL: 1, Outcome.INCONCLUSIVE: 3}
 
 class Source(Record):
     artifact_type: ClassVar[str] = "Source"
-    parent_roles: ClassVar[Roles] = {"graph": ("Source",), "source": ("Source",), "calibration": ("Calibration",)}
+    parent_types: ClassVar[ParentTypes] = {"graph": ("Source",), "source": ("Source",), "calibration": ("Calibration",)}
     versions: dict[str, str]
     rows: tuple[dict[str, int], ...]
 
@@ -243,7 +243,7 @@ def test_inspect_walks_to_every_ancestor(here: Path, capsys: Output) -> None:
         {"graph": ArtifactRef("Source", second), "calibration": ArtifactRef("Calibration", "f" * 64)},
     )
     found = explain(Path("a/quantized"))
-    known = {parent.role: parent for parent in found.parents}
+    known = {parent.name: parent for parent in found.parents}
     assert known["graph"].folder == Path("a/graph")
     assert known["graph"].parents[0].folder == Path("a/source")
     assert known["calibration"].folder is None

@@ -1028,12 +1028,12 @@ def write_reports(folder: Path, evidence: Evidence) -> None:
     """The folders that blocks are drawn from, as the stages of the evidence leave them."""
     for kind in kinds():
         if kind.items_file and (found := evidence.reports.get(kind.name)):
-            (folder / kind.role).mkdir(parents=True, exist_ok=True)
-            write_items(folder / kind.role / kind.items_file, found.items)
+            (folder / kind.folder).mkdir(parents=True, exist_ok=True)
+            write_items(folder / kind.folder / kind.items_file, found.items)
     for name in ("tasks", "shadow", "parity", "serving", "source"):
         kind = next(kind for kind in kinds() if kind.name == name)
-        with create(folder / kind.role, kind.report) as draft:
-            for path in (folder / kind.role).glob("*.jsonl"):
+        with create(folder / kind.folder, kind.report) as draft:
+            for path in (folder / kind.folder).glob("*.jsonl"):
                 shutil.copy(path, draft.folder)
             draft.finish(evidence.reports[name].record, parents={})
     with create(folder / "benchmark", Benchmark) as draft:
@@ -1051,7 +1051,9 @@ def test_each_kind_shows_its_report_and_every_number_of_it_is_a_metric(tmp_path:
     evidence = make()
     write_reports(tmp_path, evidence)
     verdict = judge(evidence, DEFAULT)
-    blocks = {kind.name: kind.block(tmp_path / kind.role, verdict) for kind in kinds() if kind.name in evidence.reports}
+    blocks = {
+        kind.name: kind.block(tmp_path / kind.folder, verdict) for kind in kinds() if kind.name in evidence.reports
+    }
     assert blocks["parity"] is None  # its checks say everything
     shown = {name: block for name, block in blocks.items() if block}
     charts = {name for block in shown.values() for name in block.charts}

@@ -125,7 +125,7 @@ def test_no_two_classes_have_one_name() -> None:
 REPLACED = {
     "noun": "artifact_type", "nouns": "artifact_types", "verb": "measure_module", "said": "a word for what it is",
     "menu": "candidate_schemes", "band": "layers_per_group", "census": "operator_counts", "sink": "fold_target",
-    "say": "progress", "says": "a noun for it", "noted": "notes",
+    "say": "progress", "says": "a noun for it", "noted": "notes", "roles": "parent_types",
 }  # fmt: skip
 
 

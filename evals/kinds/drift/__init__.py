@@ -11,7 +11,7 @@ from evals.block import Block, FactRow, fact_metrics
 from evals.check import JudgedVerdict
 from evals.kind import Bounds, EvidenceKind
 from evals.kinds.online import LIVE
-from tapeout.artifact import Frozen, Record, Roles, load
+from tapeout.artifact import Frozen, ParentTypes, Record, load
 from tapeout.recipe import Count, Section
 
 MOST_P = 0.01  # of a permutation test, for what is called drift
@@ -50,7 +50,7 @@ class DriftReport(Record):
     artifact_type: ClassVar[str] = "DriftReport"
     remedy: ClassVar[str] = "run `tapeout drift`"
     schema_version: ClassVar[int] = 1
-    parent_roles: ClassVar[Roles] = {"calibration": ("Calibration",)}
+    parent_types: ClassVar[ParentTypes] = {"calibration": ("Calibration",)}
 
     exchanges: int
     samples: int
@@ -73,7 +73,7 @@ class DriftReport(Record):
 
 
 class DriftKind(EvidenceKind[DriftReport, Frozen, Bounds]):
-    order, name, role, needed = 91, "drift", "drift", "never"
+    order, name, folder, needed = 91, "drift", "drift", "never"
     artifact_types = ("DriftReport",)
     report, item, bounds = DriftReport, Frozen, Bounds
 

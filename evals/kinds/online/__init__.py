@@ -16,7 +16,7 @@ from evals.block import Block, FactRow, fact_metrics
 from evals.check import JudgedVerdict, Outcome
 from evals.kind import Bounds, EvidenceKind
 from evals.kinds.online.sequential import AnytimeTest
-from tapeout.artifact import Record, Roles, load
+from tapeout.artifact import ParentTypes, Record, load
 from tapeout.errors import ExitCode
 from tapeout.observations import OBSERVATIONS_FILE, Observation, ShadowPlan
 from tapeout.recipe import Count, Fraction, Section
@@ -59,7 +59,7 @@ class OnlineVerdict(Record):
     artifact_type: ClassVar[str] = "OnlineVerdict"
     remedy: ClassVar[str] = "run `tapeout shadow-verdict` again"
     schema_version: ClassVar[int] = 1
-    parent_roles: ClassVar[Roles] = {
+    parent_types: ClassVar[ParentTypes] = {
         "champion": (EngineBundle.artifact_type,),
         "challenger": (EngineBundle.artifact_type,),
     }
@@ -80,7 +80,7 @@ class OnlineVerdict(Record):
 
 
 class OnlineKind(EvidenceKind[OnlineVerdict, Observation, Bounds]):
-    order, name, role, needed = 90, "online", "online", "never"
+    order, name, folder, needed = 90, "online", "online", "never"
     artifact_types, items_file = ("OnlineVerdict",), OBSERVATIONS_FILE
     report, item, bounds = OnlineVerdict, Observation, Bounds
 

@@ -14,7 +14,7 @@ from evals.kind import DocumentBounds, Evidence, EvidenceKind, EvidenceRecord, R
 from evals.kinds.text import HeldOutSettings
 from evals.limits import at_most
 from evals.rules import Rule, broken, copies, counted, differing, mean_above_largest, same_numbers, short, token_rules
-from tapeout.artifact import Frozen, Roles
+from tapeout.artifact import Frozen, ParentTypes
 from tapeout.recipe import BaseRecipe, Count, Section
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ParityReport(EvidenceRecord):
     artifact_type: ClassVar[str] = "ParityReport"
     remedy: ClassVar[str] = "run `dvc repro parity`"
     schema_version: ClassVar[int] = 5
-    parent_roles: ClassVar[Roles] = {"candidate": ("EngineBundle",), "quantized": ("QuantizedModel",)}
+    parent_types: ClassVar[ParentTypes] = {"candidate": ("EngineBundle",), "quantized": ("QuantizedModel",)}
 
     candidate: str
     built_from: str  # digest of the QuantizedModel
@@ -98,7 +98,7 @@ class ParityBounds(DocumentBounds):
 
 
 class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
-    order, name, role, stage = 60, "parity", "parity", "parity"
+    order, name, folder, stage = 60, "parity", "parity", "parity"
     measure_module = "evals.kinds.parity.measure"
     artifact_types, items_file = ("ParityReport",), "parity_items.jsonl"
     sections: ClassVar = {"evaluate": ParitySettings}

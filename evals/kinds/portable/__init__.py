@@ -12,7 +12,7 @@ from evals.check import Fact, Findings
 from evals.kind import Bounds, Evidence, EvidenceKind, Report
 from evals.kinds.text import TextItem, text_problems
 from evals.rules import counted
-from tapeout.artifact import Record, Roles
+from tapeout.artifact import ParentTypes, Record
 
 
 class PortableReport(Record):
@@ -21,7 +21,7 @@ class PortableReport(Record):
     artifact_type: ClassVar[str] = "PortableReport"
     remedy: ClassVar[str] = "run `tapeout build`"
     schema_version: ClassVar[int] = 3
-    parent_roles: ClassVar[Roles] = {"baseline": ("EngineBundle",), "lowered": ("LoweredGraph",)}
+    parent_types: ClassVar[ParentTypes] = {"baseline": ("EngineBundle",), "lowered": ("LoweredGraph",)}
 
     built_from: str  # digest of the LoweredGraph that was run on ONNX Runtime's CPU kernels
     baseline: str  # digest of the float engine it was compared with
@@ -33,7 +33,7 @@ class PortableReport(Record):
 
 
 class PortableKind(EvidenceKind[PortableReport, TextItem, Bounds]):
-    order, name, role, needed = 80, "portable", "portable", "never"
+    order, name, folder, needed = 80, "portable", "portable", "never"
     artifact_types, items_file = ("PortableReport",), "text_items.jsonl"
     report, item, bounds = PortableReport, TextItem, Bounds
 

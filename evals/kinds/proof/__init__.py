@@ -22,7 +22,7 @@ class ProofSummary(Frozen):
 
 
 class ProofKind(EvidenceKind[ProofSummary, Frozen, Bounds]):
-    order, name, role, needed = 20, "proof", "quantized", "always"
+    order, name, folder, needed = 20, "proof", "quantized", "always"
     artifact_types = ("QuantizedModel", "LoweredGraph")
     report, item, bounds = ProofSummary, Frozen, Bounds
 

@@ -18,7 +18,7 @@ from evals.items import read_items
 from evals.kind import Bounds, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.limits import at_least, at_most
 from evals.rules import Rule, counted, mean_above_largest, token_rules
-from tapeout.artifact import Frozen, Roles, load
+from tapeout.artifact import Frozen, ParentTypes, load
 from tapeout.recipe import BaseRecipe, Count, Section
 
 EVERY_SLOT = ("pieces", "decode", "greedy", "mixed", "reuse")  # paths that must be measured in every slot
@@ -124,7 +124,7 @@ class ServingReport(EvidenceRecord):
     artifact_type: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
     schema_version: ClassVar[int] = 4
-    parent_roles: ClassVar[Roles] = {
+    parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
         "source": ("Source",),
@@ -162,7 +162,7 @@ class ServingBounds(Bounds):
 
 
 class ServingKind(EvidenceKind[ServingReport, ServedItem, ServingBounds]):
-    order, name, role, stage = 55, "serving", "serving", "serving"
+    order, name, folder, stage = 55, "serving", "serving", "serving"
     measure_module = "evals.kinds.serving.measure"
     artifact_types, items_file = ("ServingReport",), "served_items.jsonl"
     sections: ClassVar = {"serving": ServingSettings}

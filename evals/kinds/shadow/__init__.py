@@ -13,7 +13,7 @@ from evals.check import Champion, Findings, JudgedVerdict
 from evals.kind import Bounds, CountTexts, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.limits import at_most
 from evals.rules import Rule, broken, copies, counted, differing, same_numbers, short, token_rules
-from tapeout.artifact import Frozen, Roles, load
+from tapeout.artifact import Frozen, ParentTypes, load
 from tapeout.errors import SourceError
 from tapeout.recipe import BaseRecipe, Count, Section
 
@@ -46,7 +46,7 @@ class ShadowReport(EvidenceRecord):
     artifact_type: ClassVar[str] = "ShadowReport"
     remedy: ClassVar[str] = "run `dvc repro shadow`"
     schema_version: ClassVar[int] = 4
-    parent_roles: ClassVar[Roles] = {
+    parent_types: ClassVar[ParentTypes] = {
         "champion": ("EngineBundle",),
         "candidate": ("EngineBundle",),
         "source": ("Source",),
@@ -76,7 +76,7 @@ class ShadowBounds(Bounds):
 
 
 class ShadowKind(EvidenceKind[ShadowReport, ShadowItem, ShadowBounds]):
-    order, name, role, stage = 50, "shadow", "shadow", "shadow"
+    order, name, folder, stage = 50, "shadow", "shadow", "shadow"
     measure_module = "evals.kinds.shadow.measure"
     artifact_types, items_file = ("ShadowReport",), "shadow_items.jsonl"
     sections: ClassVar = {"shadow": ShadowSettings}

@@ -21,7 +21,7 @@ from evals.kinds.parity import TableError
 from evals.kinds.tasks import ChoiceItem, TaskItem
 from evals.limits import at_least, at_most
 from evals.rules import Rule, broken, counted, mean_above_largest, short, sum_of_nats, token_rules
-from tapeout.artifact import Frozen, Roles
+from tapeout.artifact import Frozen, ParentTypes
 from tapeout.recipe import Fraction
 
 FORMS = ("document", "long", "prompt")
@@ -71,7 +71,7 @@ class SourceReport(EvidenceRecord):
     artifact_type: ClassVar[str] = "SourceReport"
     remedy: ClassVar[str] = "run `dvc repro source`"
     schema_version: ClassVar[int] = 2
-    parent_roles: ClassVar[Roles] = {
+    parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
         "graph": ("PortableGraph",),
@@ -101,7 +101,7 @@ class SourceBounds(DocumentBounds):
 
 
 class SourceKind(EvidenceKind[SourceReport, SourceItem, SourceBounds]):
-    order, name, role, stage = 65, "source", "source-model", "source"
+    order, name, folder, stage = 65, "source", "source-model", "source"
     measure_module = "evals.kinds.source.measure"
     artifact_types, items_file = ("SourceReport",), "source_items.jsonl"
     report, item, bounds = SourceReport, SourceItem, SourceBounds

@@ -12,7 +12,7 @@ from evals.block import SPEED, Bars, Block, Roofline, Rows, Table
 from evals.check import Check, Findings, JudgedVerdict
 from evals.kind import Bounds, Evidence, EvidenceKind, EvidenceRecord, Executed, Report
 from evals.rules import Rule, broken, differing
-from tapeout.artifact import Frozen, Roles, load
+from tapeout.artifact import Frozen, ParentTypes, load
 from tapeout.errors import EvidenceError
 from tapeout.recipe import BaseRecipe, Count, Section
 
@@ -52,7 +52,7 @@ class Benchmark(EvidenceRecord):
     artifact_type: ClassVar[str] = "Benchmark"
     remedy: ClassVar[str] = "run `dvc repro benchmark`"
     schema_version: ClassVar[int] = 3
-    parent_roles: ClassVar[Roles] = {"baseline": ("EngineBundle",), "candidate": ("EngineBundle",)}
+    parent_types: ClassVar[ParentTypes] = {"baseline": ("EngineBundle",), "candidate": ("EngineBundle",)}
 
     baseline: EngineNumbers
     candidate: EngineNumbers
@@ -98,7 +98,7 @@ class SpeedBounds(Bounds):
 
 
 class SpeedKind(EvidenceKind[SpeedSummary, SpeedSample, SpeedBounds]):
-    order, name, role, stage = 70, "speed", "benchmark", "benchmark"
+    order, name, folder, stage = 70, "speed", "benchmark", "benchmark"
     measure_module = "evals.kinds.speed.measure"
     artifact_types = ("Benchmark",)
     sections: ClassVar = {"benchmark": SpeedSettings}

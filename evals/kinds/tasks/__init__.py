@@ -20,7 +20,7 @@ from evals.block import QUALITY, Block, Interval, Intervals, Table
 from evals.check import Check, Findings, JudgedVerdict, Outcome, Slice
 from evals.kind import Bounds, CountTexts, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.rules import Rule, broken, copies, differing
-from tapeout.artifact import Frozen, Roles
+from tapeout.artifact import Frozen, ParentTypes
 from tapeout.recipe import BaseRecipe, Count, Section
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class EvalReport(EvidenceRecord):
     artifact_type: ClassVar[str] = "EvalReport"
     remedy: ClassVar[str] = "run `dvc repro evaluate`"
     schema_version: ClassVar[int] = 5  # 5: generative tasks
-    parent_roles: ClassVar[Roles] = {
+    parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
         "source": ("Source",),
@@ -139,7 +139,7 @@ class TaskBounds(Bounds):
 
 
 class TasksKind(EvidenceKind[EvalReport, TaskItem, TaskBounds]):
-    order, name, role, stage = 30, "tasks", "evaluation", "evaluate"
+    order, name, folder, stage = 30, "tasks", "evaluation", "evaluate"
     measure_module = "evals.kinds.text.measure"
     artifact_types, items_file = ("EvalReport",), "task_items.jsonl"
     sections: ClassVar = {"evaluate": TaskSettings}

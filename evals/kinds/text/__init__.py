@@ -78,7 +78,7 @@ class TextBounds(Bounds):
 
 
 class TextKind(EvidenceKind[EvalReport, TextItem, TextBounds]):
-    order, name, role = 40, "text", "evaluation"
+    order, name, folder = 40, "text", "evaluation"
     artifact_types, items_file = ("EvalReport",), "text_items.jsonl"
     sections: ClassVar = {"evaluate": HeldOutSettings}
     report, item, bounds = EvalReport, TextItem, TextBounds
