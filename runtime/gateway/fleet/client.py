@@ -25,6 +25,7 @@ from runtime.gateway.engines.connection import DeltaStream
 from runtime.gateway.fleet.discovery import Discovery, Listing
 from runtime.gateway.fleet.replica import Patience, Replica, ReplicaConnection, ReplicaState
 from runtime.gateway.fleet.retries import RetryBudget, retry_seconds
+from runtime.gateway.fleet.scaling import EngineReport, FleetScaler
 from runtime.gateway.fleet.totals import Totals
 from runtime.gateway.routing.choice import EngineOption
 from runtime.gateway.routing.router import FleetRouter
@@ -102,13 +103,21 @@ class _Flight:
 
 
 class FleetClient:
-    """``cache``: a folder for files of bundles, by digest. ``patience``: see :class:`Patience`.
+    """``cache``: a folder for files of bundles, by digest. ``patience``: see :class:`Patience`. ``scaler``: if it is to
+    say how many engines there should be.
 
     :meth:`open` waits for the first engine, and must come first.
     """
 
-    def __init__(self, discovery: Discovery, cache: Path, *, patience: Patience | None = None) -> None:
-        self._discovery, self._cache = discovery, cache
+    def __init__(
+        self,
+        discovery: Discovery,
+        cache: Path,
+        *,
+        patience: Patience | None = None,
+        scaler: FleetScaler | None = None,
+    ) -> None:
+        self._discovery, self._cache, self._scaler = discovery, cache, scaler
         self._patience = patience or Patience()
         self.router = FleetRouter()
         self._listing: Listing | None = None
@@ -169,6 +178,15 @@ class FleetClient:
     def silent_seconds(self) -> float | None:
         found = [c.silent_seconds for replica in self._all() if (c := replica.connection) is not None]
         return min(found, default=None)
+
+    @property
+    def replicas_wanted(self) -> int | None:
+        """Engines that there should be, by the file of the fleet; None if it has no `scaling`."""
+        if self._scaler is None:
+            return None
+        ready = [replica for replica in self._replicas.values() if replica.ready]
+        reports = {one.address: EngineReport(self.router.load(one.address), one.stats) for one in ready}
+        return self._scaler.look(reports, monotonic())
 
     def statuses(self) -> list[ReplicaStatus]:
         own = Counter(flight.replica for flight in self._flights)

@@ -24,10 +24,13 @@ FLEET_COUNTERS = {
 
 
 class Fleet(Protocol):
-    """``counts``: by name of :data:`FLEET_COUNTERS`."""
+    """``counts``: by name of :data:`FLEET_COUNTERS`. ``replicas_wanted``: None where nobody has said by what."""
 
     @property
     def counts(self) -> Mapping[str, int]: ...
+
+    @property
+    def replicas_wanted(self) -> int | None: ...
 
     def statuses(self) -> Sequence[ReplicaStatus]: ...
 
@@ -44,6 +47,8 @@ class FleetView(Collector):
             for state in ReplicaState:
                 states.add_metric([status.address, state.value], float(status.state is state))
         yield states
+        if (wanted := self._fleet.replicas_wanted) is not None:
+            yield GaugeMetricFamily("tapeout:replicas_wanted", "Engines that there should be.", value=wanted)
         for name, text in FLEET_COUNTERS.items():
             family = CounterMetricFamily(f"tapeout:fleet_{name}", text)
             family.add_metric([], self._fleet.counts[name])

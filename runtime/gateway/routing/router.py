@@ -61,6 +61,10 @@ class FleetRouter:
                 self._count(self._engines[other])
         return self.index.apply(engine, routing, report.stats)
 
+    def load(self, engine: str) -> EngineLoad:
+        """As it has reported last."""
+        return self._engines[engine].load
+
     def choose(self, request: GenerateRequest, engines: Sequence[str], session: str = "") -> list[EngineOption]:
         """These engines, the best first. ``session``: the conversation of the request, if its client names it.
 

@@ -1,0 +1,51 @@
+"""What ``tapeout fleet up`` starts: the section ``up`` of the file of a fleet (docs/fleet.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LOCAL = "local"
+# It is in paths of Unix sockets, which have at most 107 bytes.
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,15}$")]
+
+
+class EnginePlan(BaseModel):
+    """``cpus`` and other ``resources``: that Ray reserves for each. ``options``: of `tapeout engine`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cpus: Annotated[float, Field(ge=0)] = 1.0
+    resources: Mapping[str, float] = {}
+    options: tuple[str, ...] = ()
+
+
+class GatewayPlan(BaseModel):
+    """``port``: of the first on a machine; a second one there takes the next. ``options``: of `tapeout gateway`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    count: Annotated[int, Field(ge=1)] = 1
+    cpus: Annotated[float, Field(ge=0)] = 0.5
+    resources: Mapping[str, float] = {}
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, lt=1 << 16)] = 8000
+    options: tuple[str, ...] = ()
+
+
+class FleetPlan(BaseModel):
+    """``ray``: the address of a cluster, HOST:PORT, or ``local``: one of its own on this machine.
+
+    ``bundle``: a folder on every machine, or models:/NAME@ALIAS. ``drain_seconds``: that requests have to end.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bundle: str
+    name: Name = "tapeout"
+    ray: str = LOCAL
+    engines: EnginePlan = EnginePlan()
+    gateways: GatewayPlan = GatewayPlan()
+    drain_seconds: Annotated[float, Field(ge=0)] = 30.0
