@@ -8,15 +8,28 @@ from pathlib import Path
 from pipeline.cli.serve_http import answer, engine_files
 from pipeline.cli.serve_options import HttpOptions
 from runtime.gateway.fleet.client import FleetClient
-from runtime.gateway.fleet.discovery import StaticFile
+from runtime.gateway.fleet.discovery import Discovery, FleetFile, StaticFile
 from runtime.gateway.fleet.replica import Patience
+from runtime.gateway.fleet.scaling import FleetScaler
 from runtime.gateway.http.listen import listen
 
 
 def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
-    discovery = StaticFile(engines)
-    discovery.read()  # what is wrong with it is said before anything is taken
+    fleet = FleetFile.read(engines)
+    discovery = find_engines(engines, fleet)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
-    client = FleetClient(discovery, engine_files(), patience=Patience(wait=wait_seconds))
+    scaler = FleetScaler(fleet.scaling) if fleet.scaling else None
+    client = FleetClient(discovery, engine_files(), patience=Patience(wait=wait_seconds), scaler=scaler)
     answer(listener, options, client, "engine", fleet=client)
+
+
+def find_engines(path: Path, fleet: FleetFile) -> Discovery:
+    """What is wrong with the file is said before anything is taken."""
+    if fleet.up is None:
+        discovery = StaticFile(path)
+        discovery.read()
+        return discovery
+    from runtime.fleet.ray_discovery import RayDiscovery
+
+    return RayDiscovery(fleet.up, fleet.key)

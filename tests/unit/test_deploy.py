@@ -16,6 +16,7 @@ import yaml
 from typer.main import get_command
 
 from pipeline.cli.main import app
+from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.operations.metrics import Metrics
 from tests.serving_client import LocalClient
 
@@ -76,7 +77,7 @@ def test_files_that_compose_mounts_exist_and_parse() -> None:
                 assert source in COMPOSE["volumes"]
     assert len(mounted) == 4 and all(path.exists() for path in mounted)
     for path in DEPLOY.rglob("*.yaml"):
-        assert yaml.safe_load(path.read_text()), path
+        assert all(yaml.safe_load_all(path.read_text())), path
 
 
 def test_prometheus_reads_the_port_that_the_server_listens_on() -> None:
@@ -124,3 +125,49 @@ def test_hadolint_accepts_the_dockerfile(tmp_path: Path) -> None:
     planted = tmp_path / "Dockerfile"
     planted.write_text("FROM python\nRUN cd /x && sudo pip install y\n")
     assert lint(planted).returncode != 0
+
+
+KUBERAY = {
+    (found["kind"], found["metadata"]["name"]): found
+    for found in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+}
+
+
+def test_the_fleet_of_kuberay_is_one_that_can_be_started() -> None:
+    """Each name, port, path and resource that one part of the manifest takes is one that another part gives."""
+    cluster, service = KUBERAY["RayCluster", "tapeout"]["spec"], KUBERAY["Service", "tapeout"]["spec"]
+    fleet = FleetFile.model_validate(yaml.safe_load(KUBERAY["ConfigMap", "tapeout-fleet"]["data"]["fleet.yaml"]))
+    assert fleet.up is not None and fleet.scaling is not None and fleet.key is not None
+    assert fleet.up.ray == "tapeout-head-svc:6379", "KubeRay names the head's service after the cluster"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert project["fleet"] == [f"ray[serve]=={cluster['rayVersion']}"]
+    groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    for name, plan, most in (
+        ("engines", fleet.up.engines, fleet.scaling.most),
+        ("gateways", fleet.up.gateways, fleet.up.gateways.count),
+    ):
+        parameters = groups[name]["rayStartParams"]
+        assert json.loads(json.loads(parameters["resources"])) == plan.resources
+        assert float(parameters["num-cpus"]) >= plan.cpus
+        assert groups[name]["replicas"] == groups[name]["maxReplicas"] == most
+    for group in (cluster["headGroupSpec"], *groups.values()):
+        pod = group["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] > fleet.up.drain_seconds + 30
+        (container,) = pod["containers"]
+        mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert all(any(str(path).startswith(f"{one}/") for one in mounted) for path in (fleet.key, fleet.up.bundle))
+        assert {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "3600"} in container["env"]
+    (gateway,) = groups["gateways"]["template"]["spec"]["containers"]
+    ports = [service["ports"][0]["targetPort"], gateway["readinessProbe"]["httpGet"]["port"]]
+    assert [*ports, gateway["ports"][0]["containerPort"]] == [fleet.up.gateways.port] * 3
+    assert service["selector"] == {"ray.io/cluster": "tapeout", "ray.io/group": "gateways"}
+
+
+def test_the_commands_of_kuberay_parse() -> None:
+    text = (DEPLOY / "kuberay.yaml").read_text()
+    (words,) = re.findall(r"^#\s+tapeout (.*)$", text, re.MULTILINE)
+    group: Any = get_command(app)
+    name, command, *rest = words.split()
+    group.commands[name].commands[command].make_context(command, [*rest])
+    assert "mountPath: /etc/tapeout," in text and rest == ["/etc/tapeout/fleet.yaml"]

@@ -1,0 +1,58 @@
+"""``tapeout fleet``: engines and gateways that are started, placed, started again and scaled together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from runtime.fleet.control import RayFleet, read_plan
+from runtime.fleet.local import LocalFleet
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["RayFleet", "run_here", "shown"]
+
+
+def run_here(path: Path) -> None:
+    """Without Ray, until SIGTERM or SIGINT."""
+    file, _ = read_plan(path)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+    async def run(folder: Path) -> None:
+        ending = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, ending.set)
+        await LocalFleet(file, folder).run(ending)
+
+    with TemporaryDirectory(prefix="tapeout-fleet-") as folder:
+        asyncio.run(run(Path(folder)))
+
+
+def shown(status: dict[str, Any]) -> RenderableType:
+    """For a reader: one line for each engine and gateway."""
+    from rich.console import Group
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "address", "machine", "state", "running", "waiting", "opened in"):
+        table.add_column(column)
+    for kind in ("gateways", "engines"):
+        for one in status[kind]:
+            cold = one.get("cold_seconds")
+            table.add_row(
+                kind[:-1],
+                one["address"],
+                one["node"],
+                one["state"],
+                str(one.get("running", "")),
+                str(one.get("waiting", "")),
+                "" if cold is None else f"{cold:.1f} s",
+            )
+    how = "as asked for by hand" if status["fixed"] is not None else "as the reports say"
+    head = f"{status['name']} on Ray at {status['ray']}: {status['state']}, {status['wanted']} engines wanted, {how}"
+    return Group(head, *([status["message"]] if status["message"] else []), table)

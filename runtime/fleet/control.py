@@ -1,0 +1,145 @@
+"""What ``tapeout fleet`` does: bring a fleet up on Ray Serve, look at it, change it, and end it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from runtime.fleet.ray_cluster import FleetError, LocalRay, connect, import_ray, import_serve, join, require_reachable
+from runtime.fleet.ray_roster import find_roster, start_roster
+from runtime.fleet.replicas import application, resolved
+from runtime.gateway.fleet.discovery import FleetFile
+from runtime.gateway.fleet.plan import LOCAL, FleetPlan
+from runtime.gateway.fleet.scaling import ScalingSettings
+from tapeout.errors import one_line
+
+ASK_SECONDS = 20.0  # that the roster has to answer
+
+
+def read_plan(path: Path) -> tuple[FleetFile, FleetPlan]:
+    """The file of a fleet and its section `up`, with absolute paths. :class:`FleetError` where there is none."""
+    file = FleetFile.read(path)
+    if file.up is None or file.key is None:
+        raise FleetError(
+            f"{path} says nothing of what to start",
+            expected="a section `up`, and `key`",
+            remedy="docs/fleet.md has an example; `engines` are for `tapeout gateway` alone",
+        )
+    plan = file.up
+    if not plan.bundle.startswith("models:"):
+        plan = plan.model_copy(update={"bundle": str(path.parent.absolute() / plan.bundle)})
+    return file.model_copy(update={"up": plan}), plan
+
+
+class RayFleet:
+    """``path``: of its file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._plan = read_plan(path)
+        self._scaling = self._file.scaling or ScalingSettings()
+        self._local = LocalRay(self._plan.name) if self._plan.ray == LOCAL else None
+
+    def up(self) -> dict[str, Any]:
+        """Its status, once the engines and gateways are open. :class:`FleetError` says why one is not."""
+        if self._local is not None:
+            self._local.use()
+        import_ray()
+        if self._local is None:
+            address = self._plan.ray
+            require_reachable(address)
+        elif self._local.address is not None:
+            raise FleetError(f"the fleet {self._plan.name} is up", remedy="`tapeout fleet scale` or `down`")
+        else:
+            address = self._local.start()
+        try:
+            join(address)
+            self._deploy(address)
+            return self._status()
+        except BaseException:
+            if self._local is not None:
+                self._local.stop()
+            raise
+
+    def status(self) -> dict[str, Any]:
+        connect(self._plan)
+        return self._status()
+
+    def scale(self, engines: int | None) -> dict[str, Any]:
+        """``engines`` None: as the reports say."""
+        least, most = 1, self._scaling.most
+        if engines is not None and not least <= engines <= most:
+            raise FleetError(f"{engines} engines", expected=f"{least} to {most}, as `scaling` in the file says")
+        connect(self._plan)
+        self._ask("fix", engines)
+        return self._status()
+
+    def drain(self, address: str) -> dict[str, Any]:
+        connect(self._plan)
+        if not self._ask("drain", address):
+            here = ", ".join(engine["address"] for engine in self._ask("status")["engines"])
+            raise FleetError(f"no engine at {address}", expected=f"one of {here}")
+        return self._status()
+
+    def down(self) -> dict[str, Any]:
+        """Requests have their time to end, where Ray still answers."""
+        try:
+            connect(self._plan)
+        except FleetError:
+            if self._local is None:
+                raise
+        else:
+            if self._plan.name in import_serve().status().applications:
+                import_serve().delete(self._plan.name)
+            if (roster := find_roster(self._plan.name)) is not None:
+                import_ray().kill(roster)
+            import_ray().shutdown()
+        if self._local is not None:
+            self._local.stop()
+        return {"name": self._plan.name, "up": False}
+
+    def _deploy(self, address: str) -> None:
+        serve = import_serve()
+        if self._plan.name in serve.status().applications:
+            raise FleetError(
+                f"the fleet {self._plan.name} is up at {address}", remedy="`tapeout fleet scale` or `down`"
+            )
+        start_roster(self._plan.name, self._scaling)
+        serve.start(http_options={"location": "Disabled"})
+        file = resolved(self._file, address)
+        try:
+            serve.run(application(file), name=self._plan.name, route_prefix=None)
+        except RuntimeError as error:
+            raise FleetError(f"the fleet {self._plan.name} does not start: {one_line(error, 4000)}") from error
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until every gateway has told the roster where it is."""
+        end = monotonic() + ASK_SECONDS
+        while len(self._ask("status")["gateways"]) < self._plan.gateways.count and monotonic() < end:
+            sleep(0.1)
+
+    def _status(self) -> dict[str, Any]:
+        applications = import_serve().status().applications
+        if self._plan.name not in applications:
+            raise FleetError(f"the fleet {self._plan.name} is not up", remedy="`tapeout fleet up FILE`")
+        application = applications[self._plan.name]
+        messages = [application.message, *(deployment.message for deployment in application.deployments.values())]
+        message = " ".join(filter(None, messages))
+        return {
+            "name": self._plan.name,
+            "ray": self._local.address if self._local is not None else self._plan.ray,
+            "state": application.status.value,
+            "message": one_line(FleetError(message), 2000) if message else "",
+            **self._ask("status"),
+        }
+
+    def _ask(self, question: str, *arguments: Any) -> Any:
+        ray = import_ray()
+        roster = find_roster(self._plan.name)
+        if roster is None:
+            raise FleetError(f"the fleet {self._plan.name} has no roster", remedy="`tapeout fleet down`, then `up`")
+        try:
+            return ray.get(getattr(roster, question).remote(*arguments), timeout=ASK_SECONDS)
+        except ray.exceptions.RayError as error:
+            raise FleetError(f"the roster of {self._plan.name} does not answer: {one_line(error)}") from error

@@ -1,0 +1,148 @@
+"""A fleet of this machine without Ray: one process owns the engines and gateways, and scales them by their reports."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import yaml
+
+from runtime.fleet.roster import SETTLE_SECONDS, Place, Roster
+from runtime.fleet.runner import EngineRunner, GatewayRunner
+from runtime.gateway.fleet.discovery import FleetFile
+from runtime.gateway.fleet.scaling import ScalingSettings
+from runtime.wire.address import read_key
+from tapeout.errors import TapeoutError, one_line
+
+LOOK_SECONDS = 0.5
+UNLIST_SECONDS = 2.0  # until all gateways have read the list again
+HOST = "127.0.0.1"
+
+log = logging.getLogger(__name__)
+
+
+class LocalFleet:
+    """``fleet``: with a section `up`. ``folder``: for the list of engines, which the gateways read."""
+
+    def __init__(self, fleet: FleetFile, folder: Path) -> None:
+        assert fleet.up is not None and fleet.key is not None, "only such a file is started"
+        self._plan, self._key_file, self._key = fleet.up, fleet.key, read_key(fleet.key)
+        self._scaling = fleet.scaling
+        settings = fleet.scaling or ScalingSettings()
+        self._least = settings.least
+        self._roster = Roster(settings, monotonic() - SETTLE_SECONDS)  # no engine speaks of itself but through here
+        self._listed = folder / "fleet.yaml"
+        self._engines: dict[str, EngineRunner] = {}
+        self._moving: set[asyncio.Task[None]] = set()  # engines that start or end
+        self._starting = 0
+        self._ids = map(str, count())
+        self._addresses: tuple[str, ...] = ()
+
+    async def run(self, ending: asyncio.Event) -> None:
+        """Until ``ending``. :class:`TapeoutError` if an engine or a gateway cannot be opened at first."""
+        plan, gateways = self._plan.gateways, list[GatewayRunner]()
+        try:
+            for found in await asyncio.gather(*(self._add() for _ in range(self._least)), return_exceptions=True):
+                if found is not None:
+                    raise found
+            self._look()
+            for _ in range(plan.count):
+                gateways.append(
+                    GatewayRunner(
+                        self._listed,
+                        plan.host,
+                        plan.port,
+                        plan.count,
+                        plan.options,
+                        drain_seconds=self._plan.drain_seconds,
+                    )
+                )
+                await gateways[-1].start()
+            while not ending.is_set():
+                for gateway in gateways:
+                    gateway.require_healthy()
+                self._look()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ending.wait(), LOOK_SECONDS)
+        finally:
+            await asyncio.gather(*(gateway.stop() for gateway in gateways))
+            for task in self._moving:
+                task.cancel()
+            await asyncio.gather(*self._moving, return_exceptions=True)
+            await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
+
+    def _look(self) -> None:
+        now = monotonic()
+        wanted = self._roster.wanted(now)
+        for id, engine in list(self._engines.items()):
+            place = Place(engine.address, HOST, os.getpid(), engine.pid)
+            wanted = self._roster.engine(id, place, engine.report, now).wanted
+            try:
+                engine.require_healthy()
+            except TapeoutError as error:
+                log.error("another engine takes the place of one that cannot be kept: %s", one_line(error))
+                self._move(self._remove(id, self._engines.pop(id)))
+        while len(self._engines) + self._starting < wanted:
+            self._starting += 1
+            self._move(self._replace())
+        while len(self._engines) > max(1, wanted):
+            id = min(self._engines, key=lambda id: _running(self._engines[id]))
+            self._move(self._remove(id, self._engines.pop(id)))
+        self._list(now)
+
+    def _list(self, now: float) -> None:
+        addresses = self._roster.addresses(now)
+        if addresses and addresses != self._addresses:
+            self._addresses = addresses
+            found = FleetFile(engines=addresses, key=self._key_file, scaling=self._scaling)
+            part = self._listed.with_suffix(".part")
+            part.write_text(yaml.safe_dump(found.model_dump(mode="json", exclude_none=True)))
+            part.replace(self._listed)
+
+    async def _add(self) -> None:
+        engine = EngineRunner(
+            self._plan.bundle,
+            HOST,
+            self._key_file,
+            self._key,
+            self._plan.engines.options,
+            drain_seconds=self._plan.drain_seconds,
+        )
+        try:
+            await engine.start()
+        except BaseException:
+            await engine.stop()
+            raise
+        self._engines[next(self._ids)] = engine
+
+    async def _replace(self) -> None:
+        try:
+            await self._add()
+        except TapeoutError as error:
+            log.error("an engine does not open: %s", one_line(error))
+        finally:
+            self._starting -= 1
+
+    async def _remove(self, id: str, engine: EngineRunner) -> None:
+        self._roster.leave(id)
+        try:
+            await engine.idle(UNLIST_SECONDS)
+        finally:
+            await engine.stop()
+
+    def _move(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._moving.add(task)
+        task.add_done_callback(self._moving.discard)
+
+
+def _running(engine: EngineRunner) -> int:
+    report = engine.report
+    return 0 if report is None else report.stats.running + report.stats.waiting

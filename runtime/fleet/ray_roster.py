@@ -1,0 +1,61 @@
+"""The roster of a fleet as an actor of Ray, found by its name: by replicas, gateways and ``tapeout fleet``."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+from runtime.fleet.ray_cluster import NAMESPACE, import_ray
+from runtime.fleet.roster import Orders, Place, Roster
+from runtime.gateway.fleet.scaling import EngineReport, ScalingSettings
+
+
+class RosterActor:
+    """Its methods are those of :class:`Roster`, at the time of the actor's own clock."""
+
+    def __init__(self, settings: ScalingSettings) -> None:
+        self._roster = Roster(settings, monotonic())
+
+    def engine(self, id: str, place: Place, report: EngineReport | None) -> Orders:
+        return self._roster.engine(id, place, report, monotonic())
+
+    def gateway(self, id: str, place: Place, answers: bool) -> None:
+        self._roster.gateway(id, place, answers, monotonic())
+
+    def leave(self, id: str) -> None:
+        self._roster.leave(id)
+
+    def started(self, id: str) -> None:
+        self._roster.started(id)
+
+    def drain(self, address: str) -> bool:
+        return self._roster.drain(address)
+
+    def fix(self, engines: int | None) -> None:
+        self._roster.fixed = engines
+
+    def addresses(self) -> tuple[str, ...] | None:
+        return self._roster.addresses(monotonic())
+
+    def status(self) -> dict[str, Any]:
+        return self._roster.status(monotonic())
+
+
+def start_roster(name: str, settings: ScalingSettings) -> Any:
+    """It outlives the command that starts it, and is started again where its machine dies."""
+    ray = import_ray()
+    options = {"name": _name(name), "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+    actor = ray.remote(RosterActor).options(**options, max_restarts=-1, max_task_retries=-1, get_if_exists=True)
+    return actor.remote(settings)
+
+
+def find_roster(name: str) -> Any | None:
+    ray = import_ray()
+    try:
+        return ray.get_actor(_name(name), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _name(fleet: str) -> str:
+    return f"roster-{fleet}"

@@ -1,0 +1,207 @@
+"""The deployments of Ray Serve: each replica owns one process, an engine or a gateway, and tells the roster of it.
+
+Ray places replicas, starts them again elsewhere when they or their machines die, and changes how many engines there
+are. Requests do not pass through them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import yaml
+
+from runtime.fleet.ray_cluster import LOOPBACK, import_ray, import_serve
+from runtime.fleet.ray_roster import find_roster
+from runtime.fleet.roster import LOST_SECONDS, Orders, Place
+from runtime.fleet.runner import EngineRunner, GatewayRunner, Runner
+from runtime.gateway.fleet.discovery import FleetFile
+from runtime.gateway.fleet.plan import EnginePlan, FleetPlan, GatewayPlan
+from runtime.gateway.fleet.scaling import ScalingSettings
+from runtime.wire.address import read_key
+
+REPORT_SECONDS = 0.5
+UNLIST_SECONDS = 3.0  # until all gateways have read that an engine is listed no more
+WANTED = "wanted"  # the name of what replicas report to Serve
+ENGINE, GATEWAY = "Engine", "Gateway"
+
+log = logging.getLogger(__name__)
+
+
+class _Replica:
+    """``file``: of the fleet, as YAML; ``ray`` in it is an address by now, and paths are absolute."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._fleet = FleetFile.model_validate(yaml.safe_load(file))
+        assert self._fleet.up is not None, "only such a file is started"
+        self._plan: FleetPlan = self._fleet.up
+        context = import_serve().get_replica_context()
+        self._id: str = context.replica_tag
+        self._node = _node(self._plan.ray)
+        self._roster: Any = None
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def _begin(self, runner: Runner) -> None:
+        self._runner = runner
+        await runner.start()
+        self._reporting = asyncio.create_task(self._report_forever())
+
+    async def check_health(self) -> None:
+        self._runner.require_healthy()
+
+    async def __del__(self) -> None:
+        """Serve awaits it: what ends a replica in an orderly way."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            await asyncio.gather(self._reporting, return_exceptions=True)
+            await self._leave()
+            await self._runner.stop()
+
+    @property
+    def _place(self) -> Place:
+        return Place(
+            self._runner.address.replace("//0.0.0.0", f"//{self._node}"), self._node, os.getpid(), self._runner.pid
+        )
+
+    async def _report_forever(self) -> None:
+        """The roster may be away: it is told when it is back."""
+        while True:
+            try:
+                self._roster = self._roster or find_roster(self._plan.name)
+                if self._roster is not None:
+                    async with asyncio.timeout(LOST_SECONDS):
+                        await self._report()
+            except Exception as error:  # of any kind: Ray has many, and the process goes on without the roster
+                log.warning("the roster of the fleet does not answer: %s", error)
+                self._roster = None
+            await asyncio.sleep(REPORT_SECONDS)
+
+    async def _report(self) -> None:
+        raise NotImplementedError
+
+    async def _leave(self) -> None:
+        if self._roster is not None:
+            with suppress(Exception):  # as above
+                async with asyncio.timeout(LOST_SECONDS):
+                    await self._roster.leave.remote(self._id)
+
+
+class EngineReplica(_Replica):
+    async def __init__(self, file: str) -> None:  # type: ignore[misc] # Serve awaits it
+        super().__init__(file)
+        fleet, plan = self._fleet, self._plan
+        assert fleet.key is not None, "only such a file is started"
+        self._engine = EngineRunner(
+            plan.bundle, self._node, fleet.key, read_key(fleet.key), plan.engines.options,
+            drain_seconds=plan.drain_seconds,
+        )  # fmt: skip
+        self._wanted: float | None = None
+        self._renewing: asyncio.Task[None] | None = None
+        await self._begin(self._engine)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return {} if self._wanted is None else {WANTED: self._wanted}
+
+    async def _report(self) -> None:
+        orders: Orders = await self._roster.engine.remote(self._id, self._place, self._engine.report)
+        self._wanted = float(orders.wanted)
+        if orders.drain and (self._renewing is None or self._renewing.done()):
+            self._renewing = asyncio.create_task(self._renew())
+
+    async def _renew(self) -> None:
+        await self._engine.idle(UNLIST_SECONDS)
+        await self._engine.again()
+        await self._roster.started.remote(self._id)
+
+    async def _leave(self) -> None:
+        await super()._leave()
+        await self._engine.idle(UNLIST_SECONDS)
+
+
+class GatewayReplica(_Replica):
+    async def __init__(self, file: str, engines: object) -> None:  # type: ignore[misc] # Serve awaits it
+        super().__init__(file)
+        gateways = self._plan.gateways
+        self._folder = TemporaryDirectory(prefix="tapeout-gateway-")
+        path = Path(self._folder.name) / "fleet.yaml"
+        path.write_text(file)
+        runner = GatewayRunner(
+            path, gateways.host, gateways.port, gateways.count, gateways.options, drain_seconds=self._plan.drain_seconds
+        )
+        await self._begin(runner)
+
+    async def _report(self) -> None:
+        await self._roster.gateway.remote(self._id, self._place, self._runner.answers)
+
+
+class ScalingContext(Protocol):
+    """What is used here of ``ray.serve.config.AutoscalingContext``."""
+
+    target_num_replicas: int
+    raw_metrics: Any
+
+
+def carry_out(context: ScalingContext) -> tuple[int, dict[str, Any]]:
+    """A custom autoscaling policy of Ray Serve: as many engines as the roster wants, which has decided already.
+
+    The newest word counts, of whichever replica.
+    """
+    told = [value for series in ((context.raw_metrics or {}).get(WANTED) or {}).values() for value in series]
+    if not told:
+        return context.target_num_replicas, {}
+    return int(max(told, key=lambda value: value.timestamp).value), {}
+
+
+def application(file: str) -> Any:
+    """Of Ray Serve, from the file of a fleet (see :class:`_Replica`)."""
+    serve = import_serve()
+    fleet = FleetFile.model_validate(yaml.safe_load(file))
+    plan, scaling = fleet.up, fleet.scaling or ScalingSettings()
+    assert plan is not None, "only such a file is started"
+    common = {
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 10.0,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": plan.drain_seconds + 30.0,
+    }
+    engines = serve.deployment(EngineReplica).options(
+        name=ENGINE,
+        ray_actor_options=_reserved(plan.engines),
+        autoscaling_config={
+            "min_replicas": 1,
+            "initial_replicas": scaling.least,
+            "max_replicas": scaling.most,
+            "upscale_delay_s": 0,
+            "downscale_delay_s": 0,
+            "metrics_interval_s": REPORT_SECONDS,
+            "look_back_period_s": 2.0,
+            "policy": {"policy_function": carry_out},
+        },
+        **common,
+    )
+    gateways = serve.deployment(GatewayReplica).options(
+        name=GATEWAY, num_replicas=plan.gateways.count, ray_actor_options=_reserved(plan.gateways), **common
+    )
+    return gateways.bind(file, engines.bind(file))
+
+
+def _reserved(plan: EnginePlan | GatewayPlan) -> dict[str, Any]:
+    return {"num_cpus": plan.cpus, "resources": dict(plan.resources)}
+
+
+def _node(cluster: str) -> str:
+    """The address of this machine. A Ray of a fleet's own listens on this machine alone, and so do its engines."""
+    return LOOPBACK if cluster.startswith(f"{LOOPBACK}:") else import_ray().util.get_node_ip_address()
+
+
+def resolved(fleet: FleetFile, address: str) -> str:
+    """The file as the replicas get it, of the cluster at ``address``. Its paths must be absolute."""
+    assert fleet.up is not None, "only such a file is started"
+    plan = fleet.up.model_copy(update={"ray": address})
+    return yaml.safe_dump(fleet.model_copy(update={"up": plan}).model_dump(mode="json", exclude_none=True))

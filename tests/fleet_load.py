@@ -1,0 +1,92 @@
+"""Clients of a fleet that ask again and again, and say what was not as before."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.exported import build_float, tiny_graph
+from tests.native import own_cache
+from tests.waiting import wait_for
+
+SAMPLED = {"model": "tiny", "prompt": "The list is", "max_tokens": 100, "min_tokens": 90, "seed": 3}
+REGEX = SAMPLED | {"structured_outputs": {"regex": "[a-z ]{70,90}"}, "seed": 4}
+ASKED = [SAMPLED, SAMPLED | {"n": 2, "frequency_penalty": 0.5}, REGEX, SAMPLED | {"temperature": 0, "logprobs": 2}]
+
+
+def build_tiny(folder: Path) -> None:
+    """A bundle ``tiny`` and a key ``engine.key``."""
+    with pytest.MonkeyPatch.context() as patch:
+        own_cache(patch, folder / "cache")
+        build_float(tiny_graph(), folder / "tiny", 32)
+    (folder / "engine.key").write_text("c" * 64)
+
+
+def replicas(url: str) -> list[dict[str, Any]]:
+    """As the gateway sees them."""
+    return httpx2.get(f"{url}/fleet", timeout=30).json()["replicas"]
+
+
+def ready(url: str) -> list[str]:
+    return [one["address"] for one in replicas(url) if one["state"] == "ready"]
+
+
+def lost(url: str) -> int:
+    return httpx2.get(f"{url}/fleet", timeout=30).json()["lost"]
+
+
+def answers(url: str) -> list[Any]:
+    """To each request once."""
+    return [answer(url, number) for number in range(len(ASKED))]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answer(url: str, number: int) -> Any:
+    """What differs between two answers of one request left out."""
+    body = ASKED[number % len(ASKED)]
+    found = httpx2.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert found.status_code == 200, found.text
+    return found.json()["choices"], found.json()["usage"]["completion_tokens"]
+
+
+class Load:
+    """Clients that ask again and again; :meth:`end` says what was not as before."""
+
+    def __init__(self, url: str, wanted: list[Any], clients: int = 4) -> None:
+        self._url, self._wanted, self._ending, self.asked = url, wanted, threading.Event(), 0
+        self._pool = ThreadPoolExecutor(clients)
+        self._clients = [self._pool.submit(self._ask, number) for number in range(clients)]
+
+    def end(self) -> int:
+        self._ending.set()
+        wrong = [one for client in self._clients for one in client.result()]
+        self._pool.shutdown()
+        assert not wrong
+        return self.asked
+
+    def more(self, count: int) -> None:
+        until = self.asked + count
+        wait_for(lambda: self.asked >= until)
+
+    def _ask(self, number: int) -> list[Any]:
+        wrong: list[Any] = []
+        while not self._ending.is_set():
+            try:
+                if (found := answer(self._url, number)) != self._wanted[number % len(ASKED)]:
+                    wrong.append(found)
+            except Exception as error:
+                wrong.append(error)
+            self.asked += 1
+            number += 1
+        return wrong

@@ -1,0 +1,103 @@
+"""``tapeout fleet run``: a fleet of one machine without Ray, scaled by its load, of which no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from tests.command import COMMAND, ROOT
+from tests.fleet_load import Load, answers, build_tiny, free_port, lost, ready
+from tests.waiting import wait_for
+
+
+class Here:
+    def __init__(self, folder: Path) -> None:
+        self.file, self.port = folder / "fleet.yaml", free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.file.write_text(
+            f"""
+key: engine.key
+up:
+  bundle: tiny
+  engines: {{options: [--unsafe, --threads, "1", --max-running, "2"]}}
+  gateways: {{port: {self.port}, options: [--served-model-name, tiny]}}
+scaling: {{least: 1, most: 2, hold_seconds: 1}}
+"""
+        )
+        self.process = psutil.Popen(
+            [*COMMAND, "fleet", "run", str(self.file)],
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        wait_for(self.is_open)
+
+    def is_open(self) -> bool:
+        assert self.process.poll() is None, "it has ended"
+        try:
+            return len(ready(self.url)) > 0
+        except httpx2.TransportError:
+            return False
+
+    def children(self) -> list[psutil.Process]:
+        return self.process.children(recursive=True)
+
+    def child(self, command: str) -> psutil.Process:
+        return next(one for one in self.children() if command in one.cmdline())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("fleet")
+    build_tiny(found)
+    return found
+
+
+@pytest.fixture
+def here(folder: Path) -> Iterator[Here]:
+    found = Here(folder)
+    yield found
+    found.process.kill()
+    found.process.wait()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
+
+
+def test_engines_follow_the_load_and_one_that_dies_is_started_again(here: Here) -> None:
+    wanted: list[Any] = answers(here.url)
+    load = Load(here.url, wanted)
+    wait_for(lambda: len(ready(here.url)) == 2)
+    here.child("engine").kill()
+    wait_for(lambda: len(ready(here.url)) == 1)
+    wait_for(lambda: len(ready(here.url)) == 2)
+    load.more(8)
+    load.end()
+    wait_for(lambda: len(ready(here.url)) == 1)
+    assert answers(here.url) == wanted and lost(here.url) == 0
+    children = here.children()
+    here.process.send_signal(signal.SIGTERM)
+    assert here.process.wait(60) == 0
+    assert len(children) >= 2 and gone(children)
+
+
+def test_nothing_is_left_where_it_is_killed(here: Here) -> None:
+    children = here.children()
+    here.process.kill()
+    wait_for(lambda: gone(children))
+
+
+def test_a_bundle_that_cannot_be_opened_ends_it(here: Here) -> None:
+    here.process.kill()
+    here.file.write_text(here.file.read_text().replace("bundle: tiny", "bundle: nowhere"))
+    found = subprocess.run([*COMMAND, "fleet", "run", str(here.file)], capture_output=True, text=True, timeout=120,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert found.returncode == 2 and "nowhere" in found.stderr and "Traceback" not in found.stderr

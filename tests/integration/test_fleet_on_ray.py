@@ -1,0 +1,195 @@
+"""``tapeout fleet`` on a Ray of its own: answers stay the same while its parts are killed, scaled and renewed.
+
+The tests are in order: each finds the fleet as the one before has left it, and the last two end it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from runtime.fleet.ray_cluster import TOKEN_PATH, LocalRay
+from tests.command import COMMAND, ROOT
+from tests.fleet_load import Load, answers, build_tiny, free_port, lost, ready, replicas
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason='needs Ray: `pip install "tapeout[fleet]"`'
+)
+NAME = "drill"
+
+
+class Fleet:
+    """What `tapeout fleet` is told and says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.port = folder / "fleet.yaml", free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.ray = LocalRay(NAME)
+
+    def run(self, *words: str, code: int = 0) -> str:
+        command, *rest = words
+        found = subprocess.run(
+            [*COMMAND, "fleet", command, str(self.file), *rest],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        assert found.returncode == code, found.stdout + found.stderr
+        return found.stdout if code == 0 else found.stderr
+
+    def told(self, *words: str) -> dict[str, Any]:
+        return json.loads(self.run(*words, "--json"))
+
+    def process(self, name: str) -> psutil.Process:
+        (found,) = [one for one in self.ray.processes() if name in " ".join(one.cmdline()[:1])]
+        return found
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    build_tiny(folder)
+    found = Fleet(folder)
+    found.file.write_text(
+        f"""
+key: engine.key
+up:
+  name: {NAME}
+  bundle: tiny
+  engines: {{cpus: 0.1, options: [--unsafe, --threads, "1"]}}
+  gateways: {{cpus: 0.1, port: {found.port}, options: [--served-model-name, tiny]}}
+  drain_seconds: 20
+scaling: {{least: 2, most: 3}}
+"""
+    )
+    found.ray.stop()
+    try:
+        status = found.told("up")
+        assert status["state"] == "RUNNING" and status["wanted"] == 2
+        wait_for(lambda: len(ready(found.url)) == 2)
+        yield found
+    finally:
+        found.ray.stop()
+
+
+@pytest.fixture(scope="module")
+def wanted(fleet: Fleet) -> list[Any]:
+    return answers(fleet.url)
+
+
+def test_what_is_up_is_not_started_again_and_status_says_what_there_is(fleet: Fleet) -> None:
+    assert "is up" in fleet.run("up", code=2)
+    status = fleet.told("status")
+    assert [one["state"] for one in status["engines"]] == ["serving", "serving"] and status["fixed"] is None
+    assert all(one["cold_seconds"] > 0 for one in status["engines"])
+    assert [one["address"] for one in status["gateways"]] == [fleet.url]
+    assert sorted(one["address"] for one in status["engines"]) == sorted(ready(fleet.url))
+    assert "tapeout:replicas_wanted 2.0" in httpx2.get(f"{fleet.url}/metrics", timeout=30).text
+
+
+def test_an_engine_that_is_killed_is_started_again_at_its_address(fleet: Fleet, wanted: list[Any]) -> None:
+    before, killed = sorted(ready(fleet.url)), fleet.told("status")["engines"][0]
+    load = Load(fleet.url, wanted)
+    load.more(4)
+    os.kill(killed["process"], signal.SIGKILL)
+    wait_for(lambda: ready(fleet.url) == [one for one in before if one != killed["address"]])
+    wait_for(lambda: sorted(ready(fleet.url)) == before)
+    load.more(8)
+    assert load.end() >= 12 and lost(fleet.url) == 0
+
+
+def test_a_replica_that_is_killed_takes_its_engine_with_it_and_ray_starts_another(
+    fleet: Fleet, wanted: list[Any]
+) -> None:
+    killed = fleet.told("status")["engines"][0]
+    load = Load(fleet.url, wanted)
+    load.more(4)
+    os.kill(killed["supervisor"], signal.SIGKILL)
+    wait_for(lambda: not psutil.pid_exists(killed["process"]))
+    wait_for(lambda: len(ready(fleet.url)) == 2 and killed["address"] not in ready(fleet.url))
+    load.more(8)
+    load.end()
+    assert lost(fleet.url) == 0
+
+
+def test_engines_come_and_go_under_load_also_after_the_controller_was_killed(fleet: Fleet, wanted: list[Any]) -> None:
+    load = Load(fleet.url, wanted)
+    fleet.process("ray::ServeController").kill()
+    load.more(4)
+    assert fleet.told("scale", "3")["fixed"] == 3
+    wait_for(lambda: len(ready(fleet.url)) == 3)
+    load.more(8)
+    fleet.told("scale", "1")
+    wait_for(lambda: len(replicas(fleet.url)) == 1)
+    load.more(8)
+    load.end()
+    assert lost(fleet.url) == 0
+    assert "1 to 3" in fleet.run("scale", "4", code=2)
+    (left,) = ready(fleet.url)
+    (engine,) = fleet.told("status")["engines"]
+    assert engine["address"] == left
+
+
+def test_an_engine_is_renewed_while_another_answers(fleet: Fleet, wanted: list[Any]) -> None:
+    fleet.told("scale", "auto")
+    wait_for(lambda: len(ready(fleet.url)) == 2)
+    before = fleet.told("status")["engines"]
+    load = Load(fleet.url, wanted)
+    fleet.told("drain", before[0]["address"])
+    wait_for(lambda: len(ready(fleet.url)) == 1)
+    wait_for(lambda: not psutil.pid_exists(before[0]["process"]))
+    wait_for(lambda: len(ready(fleet.url)) == 2)
+    load.end()
+    assert lost(fleet.url) == 0
+    after = {one["address"]: one["process"] for one in fleet.told("status")["engines"]}
+    assert after.keys() == {one["address"] for one in before}
+    assert "no engine at" in fleet.run("drain", "tcp:127.0.0.1:1", code=2)
+
+
+def test_a_second_fleet_joins_the_cluster_and_leaves_it(fleet: Fleet, wanted: list[Any]) -> None:
+    """The same Ray, as one that somebody else has started."""
+    address, text = fleet.ray.address, fleet.file.read_text()
+    other = Fleet(fleet.file.parent)
+    other.file = fleet.file.with_name("second.yaml")
+    joins = text.replace(f"name: {NAME}", f"name: second\n  ray: {address}").replace("least: 2", "least: 1")
+    other.file.write_text(joins.replace(str(fleet.port), str(other.port)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv(TOKEN_PATH, str(fleet.ray.folder / "token"))
+        assert [one["address"] for one in other.told("up")["gateways"]] == [other.url]
+        assert answers(other.url) == wanted
+        other.run("down")
+        assert "is not up" in other.run("status", code=2)
+    assert answers(fleet.url) == wanted and len(ready(fleet.url)) == 2
+
+
+def test_requests_are_answered_while_the_head_is_dead_and_down_leaves_nothing(fleet: Fleet, wanted: list[Any]) -> None:
+    load = Load(fleet.url, wanted)
+    fleet.process("gcs_server").kill()
+    killed = monotonic()
+    assert "no Ray answers" in fleet.run("status", code=2)
+    load.more(40)
+    wait_for(lambda: monotonic() > killed + 5)
+    load.end()
+    assert lost(fleet.url) == 0
+    fleet.run("down")
+    assert fleet.ray.processes() == [] and not fleet.ray.folder.exists()
+
+
+def test_a_bundle_that_cannot_be_opened_is_named_and_nothing_is_left(fleet: Fleet) -> None:
+    fleet.file.write_text(fleet.file.read_text().replace("bundle: tiny", "bundle: nowhere"))
+    assert "nowhere" in fleet.run("up", code=2)
+    assert fleet.ray.processes() == [] and not fleet.ray.folder.exists()

@@ -1,0 +1,100 @@
+"""``tapeout fleet`` before Ray has a say: files, refusals, and what is handed to Ray Serve."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.cli.main import main
+from runtime.fleet.control import read_plan
+from runtime.fleet.replicas import WANTED, carry_out, resolved
+from runtime.gateway.fleet.discovery import FleetFile, FleetFileError, StaticFile
+
+UP = "key: engine.key\nup: {bundle: b, name: nowhere}\nscaling: {least: 2, most: 3}\n"
+
+
+def written(folder: Path, text: str = UP) -> Path:
+    path = folder / "fleet.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "key: k",
+        "engines: [tcp:h:1]\nup: {bundle: b}",
+        "up: {}",
+        "up: {bundle: b, name: Über}",
+        "up: {bundle: b, engines: {count: 2}}",
+        "up: {bundle: b}\nscaling: {least: 3, most: 2}",
+        "up: {bundle: b}\nscaling: {most: 2, standby: 2}",
+    ],
+)
+def test_a_file_that_says_too_little_or_too_much_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(FleetFileError):
+        FleetFile.read(written(tmp_path, text))
+
+
+def test_a_list_that_becomes_a_plan_is_no_list_any_more(tmp_path: Path) -> None:
+    with pytest.raises(FleetFileError, match="no `engines` any more"):
+        StaticFile(written(tmp_path)).read()
+
+
+def test_what_replicas_get_is_of_the_cluster_and_has_absolute_paths(tmp_path: Path) -> None:
+    found = yaml.safe_load(resolved(read_plan(written(tmp_path))[0], "10.0.0.1:6379"))
+    assert found["key"] == str(tmp_path / "engine.key") and found["up"]["ray"] == "10.0.0.1:6379"
+    assert found["up"]["bundle"] == str(tmp_path / "b") and found["scaling"]["most"] == 3
+    named, _ = read_plan(written(tmp_path, UP.replace("bundle: b", "bundle: 'models:/m@champion'")))
+    assert yaml.safe_load(resolved(named, "h:1"))["up"]["bundle"] == "models:/m@champion"
+    assert FleetFile.model_validate(yaml.safe_load(resolved(named, "h:1"))).up
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["fleet", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_done_is_said_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(written(tmp_path))
+    assert "a number, or auto" in run(capsys, "scale", path, "many")
+    assert "1 to 3" in run(capsys, "scale", path, "4")
+    assert "1 to 3" in run(capsys, "scale", path, "0")
+    written(tmp_path, "engines: [unix:/a]")
+    assert "a section `up`" in run(capsys, "status", path)
+
+
+def test_one_message_says_that_ray_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for word in ("up", "status", "down"):
+        message = run(capsys, word, str(written(tmp_path, UP.replace("name: nowhere", "ray: 'h:1'"))))
+        assert 'pip install "tapeout[fleet]"' in message and "Traceback" not in message
+
+
+def test_a_cluster_that_is_not_there_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    path = str(written(tmp_path, UP.replace("name: nowhere", "ray: '127.0.0.1:1'")))
+    assert "no Ray answers at 127.0.0.1:1" in run(capsys, "status", path)
+    assert "is not up on this machine" in run(capsys, "status", str(written(tmp_path)))
+    assert main(["fleet", "down", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "nowhere", "up": False}
+
+
+def test_the_policy_of_serve_does_what_the_roster_has_said_last() -> None:
+    def told(*values: tuple[float, float]) -> list[Any]:
+        return [SimpleNamespace(timestamp=at, value=value) for at, value in values]
+
+    context: Any = SimpleNamespace(target_num_replicas=2, raw_metrics=None)
+    assert carry_out(context) == (2, {})
+    context.raw_metrics = {WANTED: {"a": told((1.0, 4.0), (3.0, 1.0)), "b": told((2.0, 3.0))}}
+    assert carry_out(context) == (1, {})
+    context.raw_metrics = {WANTED: {"a": []}}
+    assert carry_out(context) == (2, {})

@@ -1,0 +1,128 @@
+"""A process that a fleet owns: started again where it ends or hangs, given up in the end, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runtime.fleet import runner as module
+from runtime.fleet.ray_cluster import TOKEN_PATH, LocalRay
+from runtime.fleet.runner import EngineRunner
+from tapeout.errors import TapeoutError
+from tests.command import ROOT
+from tests.waiting import until, wait_for
+
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-m", "tests.command_engine"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def runner(folder: Path, bundle: str = "sound") -> EngineRunner:
+    (folder / "key").write_bytes(KEY)
+    return EngineRunner(bundle, "127.0.0.1", folder / "key", KEY, (), drain_seconds=5)
+
+
+def test_an_engine_that_is_killed_or_hangs_is_started_again_at_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STUCK_SECONDS", 2.0)
+
+    async def run() -> None:
+        engine = runner(tmp_path)
+        await engine.start()
+        address = engine.address
+        try:
+            for sign in (signal.SIGKILL, signal.SIGSTOP):
+                before = engine.pid
+                assert before is not None and engine.report is not None
+                assert engine.opening_seconds is not None and engine.opening_seconds > 0
+                os.kill(before, sign)
+                await until(lambda before=before: engine.pid != before and engine.answers)
+                assert not psutil.pid_exists(before) and engine.address == address
+                engine.require_healthy()
+            before = engine.pid
+            await engine.again()
+            assert engine.pid != before and engine.answers and engine.address == address
+        finally:
+            last = engine.pid
+            await engine.stop()
+        assert last is not None and not psutil.pid_exists(last) and engine.report is None
+
+    asyncio.run(run())
+
+
+def test_one_that_ends_again_and_again_is_given_up(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = runner(tmp_path)
+        await engine.start()
+        try:
+            seen: set[int | None] = {None}
+            for _ in range(module.MOST_FAILURES + 1):
+                await until(lambda: engine.answers and engine.pid not in seen)
+                assert engine.pid is not None
+                engine.require_healthy()
+                seen.add(engine.pid)
+                os.kill(engine.pid, signal.SIGKILL)
+            await until(lambda: engine.gave_up)
+            with pytest.raises(TapeoutError, match="ended 4 times"):
+                engine.require_healthy()
+        finally:
+            await engine.stop()
+
+    asyncio.run(run())
+
+
+def test_one_that_cannot_be_opened_says_what_its_log_says(tmp_path: Path) -> None:
+    with pytest.raises(TapeoutError, match="it cannot be opened"):
+        asyncio.run(runner(tmp_path, "broken").start())
+
+
+OWNER = """
+import os, subprocess, sys, time
+guard = [sys.executable, "-m", "runtime.fleet.guard", str(os.getpid())] if sys.argv[1] == "guarded" else []
+child = subprocess.Popen([*guard, "sleep", "300"], stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_process_is_killed_with_the_one_that_owns_it(guarded: bool) -> None:
+    """Without the guard it would live on."""
+    words = [sys.executable, "-c", OWNER, "guarded" if guarded else "alone"]
+    owner = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    child = psutil.Process(int(owner.stdout.readline()))
+    wait_for(lambda: child.name() == "sleep")
+    owner.kill()
+    owner.communicate()
+    if guarded:
+        wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    else:
+        assert child.is_running()
+        child.kill()
+
+
+def test_a_fleet_of_this_machine_ends_its_processes_and_no_other() -> None:
+    ray = LocalRay("unit-test")
+    sleeping = [sys.executable, "-c", "import time; time.sleep(300)"]
+    ours = subprocess.Popen(sleeping, env={**os.environ, TOKEN_PATH: str(ray.folder / "token")})
+    other = subprocess.Popen(sleeping, env={**os.environ, TOKEN_PATH: "/tmp/other/token"})
+    try:
+        wait_for(lambda: [one.pid for one in ray.processes()] == [ours.pid])
+        ray.stop()
+        assert ours.wait(10) == -signal.SIGTERM and other.poll() is None and ray.processes() == []
+    finally:
+        other.kill()
+        other.communicate()

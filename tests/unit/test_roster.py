@@ -1,0 +1,84 @@
+"""Which engines of a fleet get requests, and what is said of them, as they come, fall silent, leave and are renewed."""
+
+from __future__ import annotations
+
+from runtime.fleet.roster import LOST_SECONDS, SETTLE_SECONDS, Orders, Place, Roster
+from runtime.gateway.fleet.scaling import EngineReport, ScalingSettings
+from runtime.wire.messages import EngineLoad, EngineStats
+
+
+def place(name: str) -> Place:
+    return Place(f"tcp:{name}:1", name, 1, 2)
+
+
+def report(running: int = 0) -> EngineReport:
+    return EngineReport(EngineLoad(running=running, most_running=4), EngineStats(running=running), 2.5)
+
+
+def states(roster: Roster, now: float) -> list[str]:
+    return [engine["state"] for engine in roster.status(now)["engines"]]
+
+
+def test_nothing_is_said_of_engines_until_all_had_time_to_speak() -> None:
+    """Else a gateway would leave those that had no time to speak yet, when the roster is started again."""
+    roster = Roster(ScalingSettings(), begun=100.0)
+    roster.engine("1", place("a"), report(), 100.5)
+    assert roster.addresses(100.5) is None
+    assert roster.addresses(100.0 + SETTLE_SECONDS) == ("tcp:a:1",)
+
+
+def test_an_engine_that_does_not_answer_stays_listed_and_one_that_is_silent_does_not() -> None:
+    roster = Roster(ScalingSettings(least=2, most=2), begun=-SETTLE_SECONDS)
+    roster.engine("1", place("a"), report(), 0.0)
+    roster.engine("2", place("b"), None, 0.0)
+    assert roster.addresses(0.0) == ("tcp:a:1", "tcp:b:1") and states(roster, 0.0) == ["serving", "starting"]
+    roster.engine("1", place("a"), report(), LOST_SECONDS)
+    assert roster.addresses(LOST_SECONDS) == ("tcp:a:1", "tcp:b:1")
+    assert roster.addresses(LOST_SECONDS + 0.1) == ("tcp:a:1",)
+
+
+def test_one_that_leaves_gets_nothing_and_one_that_is_drained_is_told_until_it_has_started_anew() -> None:
+    roster = Roster(ScalingSettings(least=2, most=2), begun=-SETTLE_SECONDS)
+    for id, name in (("1", "a"), ("2", "b")):
+        assert roster.engine(id, place(name), report(), 0.0) == Orders(2, False)
+    roster.leave("1")
+    assert roster.drain("tcp:b:1") and not roster.drain("tcp:c:1")
+    assert roster.addresses(1.0) == () and states(roster, 1.0) == ["leaving", "leaving"]
+    assert roster.engine("2", place("b"), report(), 1.0).drain
+    roster.started("2")
+    assert roster.engine("2", place("b"), report(), 1.0) == Orders(2, False)
+    assert roster.addresses(1.0) == ("tcp:b:1",)
+
+
+def test_reports_say_how_many_engines_are_wanted_unless_somebody_has_said_so() -> None:
+    roster = Roster(ScalingSettings(least=1, most=4), begun=0.0)
+    assert roster.engine("1", place("a"), report(running=4), 0.0).wanted == 2
+    roster.fixed = 3
+    assert roster.engine("1", place("a"), report(running=4), 2.0).wanted == 3
+    assert (roster.status(2.0)["wanted"], roster.status(2.0)["fixed"]) == (3, 3)
+    roster.fixed = None
+    assert roster.engine("1", place("a"), report(), 4.0).wanted == 2
+
+
+def test_one_on_standby_gets_requests_as_soon_as_it_is_needed() -> None:
+    roster = Roster(ScalingSettings(least=2, most=4, standby=1), begun=-SETTLE_SECONDS)
+    roster.engine("1", place("a"), report(), 0.0)
+    roster.engine("2", place("b"), report(), 0.0)
+    assert roster.addresses(0.0) == ("tcp:a:1",) and states(roster, 0.0) == ["serving", "standby"]
+    assert roster.engine("1", place("a"), report(running=4), 2.0).wanted == 3
+    assert roster.addresses(2.0) == ("tcp:a:1", "tcp:b:1")
+
+
+def test_one_on_standby_steps_in_for_one_that_does_not_answer() -> None:
+    roster = Roster(ScalingSettings(least=2, most=2, standby=1), begun=-SETTLE_SECONDS)
+    roster.engine("1", place("a"), None, 0.0)
+    roster.engine("2", place("b"), report(), 0.0)
+    assert roster.addresses(0.0) == ("tcp:b:1",)
+
+
+def test_a_gateway_that_does_not_answer_is_shown() -> None:
+    roster = Roster(ScalingSettings(), begun=0.0)
+    roster.gateway("1", place("a"), True, 0.0)
+    roster.gateway("2", place("b"), False, 0.0)
+    assert [one["state"] for one in roster.status(0.0)["gateways"]] == ["serving", "starting"]
+    assert roster.status(LOST_SECONDS + 1)["gateways"] == []
