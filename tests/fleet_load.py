@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.waiting import wait_for
 
 SAMPLED = {"model": "tiny", "prompt": "The list is", "max_tokens": 100, "min_tokens": 90, "seed": 3}
 REGEX = SAMPLED | {"structured_outputs": {"regex": "[a-z ]{70,90}"}, "seed": 4}
+PAUSE_SECONDS = 0.1  # else the clients leave no processor to what is to start
 ASKED = [SAMPLED, SAMPLED | {"n": 2, "frequency_penalty": 0.5}, REGEX, SAMPLED | {"temperature": 0, "logprobs": 2}]
 
 
@@ -63,8 +65,9 @@ def answer(url: str, number: int) -> Any:
 class Load:
     """Clients that ask again and again; :meth:`end` says what was not as before."""
 
-    def __init__(self, url: str, wanted: list[Any], clients: int = 4) -> None:
+    def __init__(self, url: str, wanted: list[Any], clients: int = 2, pause: float = PAUSE_SECONDS) -> None:
         self._url, self._wanted, self._ending, self.asked = url, wanted, threading.Event(), 0
+        self._pause = pause
         self._pool = ThreadPoolExecutor(clients)
         self._clients = [self._pool.submit(self._ask, number) for number in range(clients)]
 
@@ -89,4 +92,5 @@ class Load:
                 wrong.append(error)
             self.asked += 1
             number += 1
+            time.sleep(self._pause)
         return wrong

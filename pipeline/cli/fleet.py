@@ -55,4 +55,4 @@ def shown(status: dict[str, Any]) -> RenderableType:
             )
     how = "as asked for by hand" if status["fixed"] is not None else "as the reports say"
     head = f"{status['name']} on Ray at {status['ray']}: {status['state']}, {status['wanted']} engines wanted, {how}"
-    return Group(head, *([status["message"]] if status["message"] else []), table)
+    return Group(head, *filter(None, [status["message"], status["problem"]]), table)

@@ -17,6 +17,10 @@ from tapeout.errors import one_line
 ASK_SECONDS = 20.0  # that the roster has to answer
 
 
+class _IsUpError(FleetError):
+    """What is there stays."""
+
+
 def read_plan(path: Path) -> tuple[FleetFile, FleetPlan]:
     """The file of a fleet and its section `up`, with absolute paths. :class:`FleetError` where there is none."""
     file = FleetFile.read(path)
@@ -48,17 +52,17 @@ class RayFleet:
         if self._local is None:
             address = self._plan.ray
             require_reachable(address)
-        elif self._local.address is not None:
-            raise FleetError(f"the fleet {self._plan.name} is up", remedy="`tapeout fleet scale` or `down`")
         else:
+            self._require_down()
             address = self._local.start()
         try:
             join(address)
             self._deploy(address)
             return self._status()
+        except _IsUpError:
+            raise
         except BaseException:
-            if self._local is not None:
-                self._local.stop()
+            self._remove()
             raise
 
     def status(self) -> dict[str, Any]:
@@ -88,29 +92,50 @@ class RayFleet:
         except FleetError:
             if self._local is None:
                 raise
-        else:
+        self._remove()
+        return {"name": self._plan.name, "up": False}
+
+    def _remove(self) -> None:
+        """From the cluster, where this process is connected to it; and a Ray of the fleet's own."""
+        ray = import_ray()
+        if ray.is_initialized():
             if self._plan.name in import_serve().status().applications:
                 import_serve().delete(self._plan.name)
             if (roster := find_roster(self._plan.name)) is not None:
-                import_ray().kill(roster)
-            import_ray().shutdown()
+                ray.kill(roster)
+            ray.shutdown()
         if self._local is not None:
             self._local.stop()
-        return {"name": self._plan.name, "up": False}
+
+    def _require_down(self) -> None:
+        """What a fleet of this machine has left that is dead, such as by a restart, is removed."""
+        assert self._local is not None, "a cluster knows what is up"
+        if (address := self._local.address) is None:
+            return
+        try:
+            require_reachable(address)
+        except FleetError:
+            self._local.stop()
+        else:
+            raise self._is_up(address)
+
+    def _is_up(self, address: str) -> _IsUpError:
+        return _IsUpError(
+            f"the fleet {self._plan.name} is up at {address}", remedy="`tapeout fleet status`, `scale` or `down`"
+        )
 
     def _deploy(self, address: str) -> None:
         serve = import_serve()
         if self._plan.name in serve.status().applications:
-            raise FleetError(
-                f"the fleet {self._plan.name} is up at {address}", remedy="`tapeout fleet scale` or `down`"
-            )
+            raise self._is_up(address)
         start_roster(self._plan.name, self._scaling)
         serve.start(http_options={"location": "Disabled"})
         file = resolved(self._file, address)
         try:
             serve.run(application(file), name=self._plan.name, route_prefix=None)
         except RuntimeError as error:
-            raise FleetError(f"the fleet {self._plan.name} does not start: {one_line(error, 4000)}") from error
+            why = self._ask("status")["problem"] or one_line(error, 4000)
+            raise FleetError(f"the fleet {self._plan.name} does not start: {why}") from error
         self._wait()
 
     def _wait(self) -> None:

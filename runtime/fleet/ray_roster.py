@@ -28,6 +28,9 @@ class RosterActor:
     def started(self, id: str) -> None:
         self._roster.started(id)
 
+    def failed(self, why: str) -> None:
+        self._roster.problem = why
+
     def drain(self, address: str) -> bool:
         return self._roster.drain(address)
 

@@ -24,9 +24,11 @@ from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan import EnginePlan, FleetPlan, GatewayPlan
 from runtime.gateway.fleet.scaling import ScalingSettings
 from runtime.wire.address import read_key
+from tapeout.errors import TapeoutError
 
 REPORT_SECONDS = 0.5
 UNLIST_SECONDS = 3.0  # until all gateways have read that an engine is listed no more
+CONSTRUCTOR_TRIES = 2  # while none has been open yet: then `up` gives up, and says why
 WANTED = "wanted"  # the name of what replicas report to Serve
 ENGINE, GATEWAY = "Engine", "Gateway"
 
@@ -48,8 +50,14 @@ class _Replica:
         self._reporting: asyncio.Task[None] | None = None
 
     async def _begin(self, runner: Runner) -> None:
+        """Where it does not open, the roster is told why: Serve itself only says that it does not."""
         self._runner = runner
-        await runner.start()
+        try:
+            await runner.start()
+        except TapeoutError as error:
+            if (roster := find_roster(self._plan.name)) is not None:
+                await roster.failed.remote(str(error))
+            raise
         self._reporting = asyncio.create_task(self._report_forever())
 
     async def check_health(self) -> None:
@@ -125,6 +133,8 @@ class EngineReplica(_Replica):
 
 
 class GatewayReplica(_Replica):
+    """``engines``: Serve's handle of them, with which both are one application; it is not used."""
+
     async def __init__(self, file: str, engines: object) -> None:  # type: ignore[misc] # Serve awaits it
         super().__init__(file)
         gateways = self._plan.gateways
@@ -167,6 +177,7 @@ def application(file: str) -> Any:
     common = {
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 10.0,
+        "max_constructor_retry_count": CONSTRUCTOR_TRIES,
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": plan.drain_seconds + 30.0,
     }

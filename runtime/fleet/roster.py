@@ -50,11 +50,15 @@ class _Seen:
 
 @dataclass
 class Roster:
-    """``fixed``: engines that an operator has asked for, instead of what the reports say."""
+    """``fixed``: engines that an operator has asked for, instead of what the reports say.
+
+    ``problem``: why an engine or a gateway could not be opened last.
+    """
 
     settings: ScalingSettings
     begun: float
     fixed: int | None = None
+    problem: str = ""
     _engines: dict[str, _Seen] = field(default_factory=dict[str, _Seen])
     _gateways: dict[str, _Seen] = field(default_factory=dict[str, _Seen])
 
@@ -129,7 +133,13 @@ class Roster:
             }
             for seen in self._gateways.values()
         ]
-        return {"wanted": self.wanted(now), "fixed": self.fixed, "engines": engines, "gateways": gateways}
+        return {
+            "wanted": self.wanted(now),
+            "fixed": self.fixed,
+            "problem": self.problem,
+            "engines": engines,
+            "gateways": gateways,
+        }
 
     def _ring(self) -> list[_Seen]:
         """Engines that get requests: those that came first, while others are on standby.

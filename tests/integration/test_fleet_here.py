@@ -32,7 +32,7 @@ up:
 scaling: {{least: 1, most: 2, hold_seconds: 1}}
 """
         )
-        self.process = psutil.Popen(
+        self.process = subprocess.Popen(
             [*COMMAND, "fleet", "run", str(self.file)],
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -47,7 +47,7 @@ scaling: {{least: 1, most: 2, hold_seconds: 1}}
             return False
 
     def children(self) -> list[psutil.Process]:
-        return self.process.children(recursive=True)
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def child(self, command: str) -> psutil.Process:
         return next(one for one in self.children() if command in one.cmdline())
@@ -74,7 +74,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_engines_follow_the_load_and_one_that_dies_is_started_again(here: Here) -> None:
     wanted: list[Any] = answers(here.url)
-    load = Load(here.url, wanted)
+    load = Load(here.url, wanted, clients=6, pause=0)
     wait_for(lambda: len(ready(here.url)) == 2)
     here.child("engine").kill()
     wait_for(lambda: len(ready(here.url)) == 1)

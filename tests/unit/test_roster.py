@@ -82,3 +82,9 @@ def test_a_gateway_that_does_not_answer_is_shown() -> None:
     roster.gateway("2", place("b"), False, 0.0)
     assert [one["state"] for one in roster.status(0.0)["gateways"]] == ["serving", "starting"]
     assert roster.status(LOST_SECONDS + 1)["gateways"] == []
+
+
+def test_what_could_not_be_opened_last_is_shown() -> None:
+    roster = Roster(ScalingSettings(), begun=0.0)
+    roster.problem = "no such bundle"
+    assert roster.status(0.0)["problem"] == "no such bundle"
