@@ -129,6 +129,9 @@ class EngineReplica(_Replica):
 
     async def _leave(self) -> None:
         await super()._leave()
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
         await self._engine.idle(UNLIST_SECONDS)
 
 

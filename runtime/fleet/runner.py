@@ -99,9 +99,13 @@ class Runner(ABC):
             raise self._error
 
     async def again(self) -> None:
-        """End it, when its requests have ended, and start it anew."""
+        """End it, when its requests have ended, and start it anew; again and again, as one that has died."""
         await self.stop()
-        await self.start()
+        try:
+            await self._open()
+        except TapeoutError as error:
+            log.error("%s", error)
+        self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
         """Requests have ``drain_seconds`` to end."""

@@ -83,6 +83,20 @@ def test_one_that_ends_again_and_again_is_given_up(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_one_that_cannot_be_renewed_is_given_up_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        engine = runner(tmp_path)
+        await engine.start()
+        try:
+            monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", "raise SystemExit('broken')"))
+            await engine.again()
+            await until(lambda: engine.gave_up)
+        finally:
+            await engine.stop()
+
+    asyncio.run(run())
+
+
 def test_one_that_cannot_be_opened_says_what_its_log_says(tmp_path: Path) -> None:
     with pytest.raises(TapeoutError, match="it cannot be opened"):
         asyncio.run(runner(tmp_path, "broken").start())
