@@ -1,6 +1,7 @@
 """``tapeout fleet`` on a Ray of its own: answers stay the same while its parts are killed, scaled and renewed.
 
-The tests are in order: each finds the fleet as the one before has left it, and the last two end it.
+The tests are in order: each finds the fleet as the one before has left it, and the last two end it. Those that need
+most starts run where FLEET_DRILLS=all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason='needs Ray: `pip install "tapeout[fleet]"`'
 )
+# The whole takes minutes on two cores, most of them starts of Ray's processes.
+thorough = pytest.mark.skipif(os.environ.get("FLEET_DRILLS") != "all", reason="takes minutes: FLEET_DRILLS=all")
 NAME = "drill"
 
 
@@ -111,6 +114,7 @@ def test_an_engine_that_is_killed_is_started_again_at_its_address(fleet: Fleet, 
     assert load.end() >= 12 and lost(fleet.url) == 0
 
 
+@thorough
 def test_a_replica_that_is_killed_takes_its_engine_with_it_and_ray_starts_another(
     fleet: Fleet, wanted: list[Any]
 ) -> None:
@@ -143,6 +147,7 @@ def test_engines_come_and_go_under_load_also_after_the_controller_was_killed(fle
     assert engine["address"] == left
 
 
+@thorough
 def test_an_engine_is_renewed_while_another_answers(fleet: Fleet, wanted: list[Any]) -> None:
     fleet.told("scale", "auto")
     wait_for(lambda: len(ready(fleet.url)) == 2)
@@ -159,6 +164,7 @@ def test_an_engine_is_renewed_while_another_answers(fleet: Fleet, wanted: list[A
     assert "no engine at" in fleet.run("drain", "tcp:127.0.0.1:1", code=2)
 
 
+@thorough
 def test_a_second_fleet_joins_the_cluster_and_leaves_it(fleet: Fleet, wanted: list[Any]) -> None:
     """The same Ray, as one that somebody else has started."""
     address, text = fleet.ray.address, fleet.file.read_text()
@@ -189,6 +195,7 @@ def test_requests_are_answered_while_the_head_is_dead_and_down_leaves_nothing(fl
     assert fleet.ray.processes() == [] and not fleet.ray.folder.exists()
 
 
+@thorough
 def test_a_bundle_that_cannot_be_opened_is_named_and_nothing_is_left(fleet: Fleet) -> None:
     fleet.file.write_text(fleet.file.read_text().replace("bundle: tiny", "bundle: nowhere"))
     assert "nowhere" in fleet.run("up", code=2)
