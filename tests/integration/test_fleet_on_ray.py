@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 # The whole takes minutes on two cores, most of them starts of Ray's processes.
 thorough = pytest.mark.skipif(os.environ.get("FLEET_DRILLS") != "all", reason="takes minutes: FLEET_DRILLS=all")
-NAME = "drill"
+NAME = f"drill-{os.getpid()}"
 
 
 class Fleet:
@@ -78,7 +78,6 @@ up:
 scaling: {{least: 2, most: 3}}
 """
     )
-    found.ray.stop()
     try:
         status = found.told("up")
         assert status["state"] == "RUNNING" and status["wanted"] == 2

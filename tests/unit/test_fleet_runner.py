@@ -129,7 +129,7 @@ def test_a_process_is_killed_with_the_one_that_owns_it(guarded: bool) -> None:
 
 
 def test_a_fleet_of_this_machine_ends_its_processes_and_no_other() -> None:
-    ray = LocalRay("unit-test")
+    ray = LocalRay(f"unit-{os.getpid()}")
     sleeping = [sys.executable, "-c", "import time; time.sleep(300)"]
     ours = subprocess.Popen(sleeping, env={**os.environ, TOKEN_PATH: str(ray.folder / "token")})
     other = subprocess.Popen(sleeping, env={**os.environ, TOKEN_PATH: "/tmp/other/token"})
