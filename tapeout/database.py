@@ -54,11 +54,15 @@ def open_database(url: str, purpose: str) -> Engine:
 def create_tables(engine: Engine, metadata: MetaData) -> None:
     """Those that are missing; several processes may do so at once."""
     import sqlalchemy as sa
+    from sqlalchemy.schema import CreateIndex, CreateTable
 
     with engine.begin() as connection:
-        if engine.dialect.name == "postgresql":
+        if engine.dialect.name == "postgresql":  # where "if not exists" alone can still fail
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(hashtext('tapeout tables'))"))
-        metadata.create_all(connection)
+        for table in metadata.sorted_tables:
+            connection.execute(CreateTable(table, if_not_exists=True))
+            for index in table.indexes:
+                connection.execute(CreateIndex(index, if_not_exists=True))
 
 
 def database_seconds(connection: Connection) -> float:

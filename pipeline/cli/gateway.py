@@ -8,15 +8,27 @@ from pathlib import Path
 from pipeline.cli.serve_http import answer, engine_files
 from pipeline.cli.serve_options import HttpOptions
 from runtime.gateway.fleet.client import FleetClient
-from runtime.gateway.fleet.discovery import StaticFile
+from runtime.gateway.fleet.discovery import Discovery, FleetFile, StaticFile
 from runtime.gateway.fleet.replica import Patience
 from runtime.gateway.http.listen import listen
 
 
 def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
-    discovery = StaticFile(engines)
+    discovery = find_engines(engines, FleetFile.read(engines))
     discovery.read()  # what is wrong with it is said before anything is taken
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
     client = FleetClient(discovery, engine_files(), patience=Patience(wait=wait_seconds))
     answer(listener, options, client, "engine", fleet=client)
+
+
+def find_engines(path: Path, fleet: FleetFile) -> Discovery:
+    if fleet.table is not None:
+        from runtime.gateway.fleet.table_discovery import TableDiscovery
+
+        return TableDiscovery(fleet.table, fleet.key)
+    if fleet.kubernetes is not None:
+        from runtime.gateway.fleet.kubernetes_discovery import KubernetesDiscovery
+
+        return KubernetesDiscovery(fleet.kubernetes, fleet.key)
+    return StaticFile(path)

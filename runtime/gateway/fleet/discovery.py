@@ -6,6 +6,9 @@ The static file is YAML::
       - tcp:10.0.0.11:7000
       - unix:/run/tapeout/b.sock
     key: engine.key                # that gateway and engines share; beside this file unless absolute
+
+Instead of ``engines`` it may name a ``table`` (a database, :mod:`runtime.gateway.fleet.table_discovery`) or
+``kubernetes`` (:mod:`runtime.gateway.fleet.kubernetes_discovery`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from runtime.wire.address import Address, read_key
 from tapeout.errors import TapeoutError, one_line
@@ -22,6 +25,10 @@ from tapeout.errors import TapeoutError, one_line
 
 class FleetFileError(TapeoutError):
     """The list of engines cannot be read."""
+
+
+class DiscoveryError(TapeoutError):
+    """A source of addresses does not answer."""
 
 
 class Listing(NamedTuple):
@@ -37,11 +44,42 @@ class Discovery(Protocol):
         ...
 
 
-class _FleetFile(BaseModel):
+class KubernetesService(BaseModel):
+    """Endpoints of a service. ``port``: its name. ``namespace``: that of this pod by default."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    engines: Annotated[tuple[str, ...], Field(min_length=1)]
+    service: str
+    port: str = "engine"
+    namespace: str | None = None
+
+
+class FleetFile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engines: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     key: Path | None = None
+    table: str | None = None
+    kubernetes: KubernetesService | None = None
+
+    @model_validator(mode="after")
+    def _require_one_source(self) -> FleetFile:
+        if sum(source is not None for source in (self.engines, self.table, self.kubernetes)) != 1:
+            raise ValueError("exactly one of `engines`, `table` and `kubernetes` is needed")
+        return self
+
+    @classmethod
+    def read(cls, path: Path) -> FleetFile:
+        """Its key with the folder of the file. :class:`FleetFileError` if it cannot be read."""
+        try:
+            found = cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
+            raise FleetFileError(
+                f"{path} is no list of engines: {one_line(error, 300)}",
+                expected="YAML with `engines`, a list of tcp:HOST:PORT or unix:PATH, or where they are, and `key`",
+                remedy="docs/fleet.md has examples",
+            ) from error
+        return found if found.key is None else found.model_copy(update={"key": path.parent.absolute() / found.key})
 
 
 class StaticFile:
@@ -51,14 +89,10 @@ class StaticFile:
         self._path = path
 
     def read(self) -> Listing:
-        try:
-            found = _FleetFile.model_validate(yaml.safe_load(self._path.read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
-            raise FleetFileError(
-                f"{self._path} is no list of engines: {one_line(error, 300)}",
-                expected="YAML with `engines`, a list of tcp:HOST:PORT or unix:PATH, and `key`, a file",
-            ) from error
-        key = read_key(None if found.key is None else self._path.parent / found.key)
+        found = FleetFile.read(self._path)
+        if found.engines is None:
+            raise FleetFileError(f"{self._path} has no `engines` any more", expected="a list of addresses")
+        key = read_key(found.key)
         engines = tuple(dict.fromkeys(str(Address.parse(text)) for text in found.engines))
         for address in engines:
             Address.parse(address).require_key(key)
