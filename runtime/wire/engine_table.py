@@ -45,9 +45,8 @@ class EngineTable:
         import sqlalchemy as sa
 
         self._create()
-        row = {"digest": digest, "level": level}
         with self._engine.begin() as connection:
-            row["seen_at"] = database_seconds(connection)
+            row = {"digest": digest, "level": level, "seen_at": database_seconds(connection)}
             found = connection.execute(sa.update(self._table).where(self._table.c.address == address).values(row))
             if not found.rowcount:
                 connection.execute(sa.insert(self._table).values({"address": address, **row}))

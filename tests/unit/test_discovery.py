@@ -135,7 +135,7 @@ def test_a_file_names_one_source(tmp_path: Path, key: Path) -> None:
 
 
 class ApiServer:
-    """Answers as the API of Kubernetes does for endpoint slices, over TLS. ``asked``: path and token of each request."""
+    """Answers for endpoint slices as the API of Kubernetes does, over TLS. ``asked``: path and token of requests."""
 
     def __init__(self, folder: Path) -> None:
         self.slices: Any = []

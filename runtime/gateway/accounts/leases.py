@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tapeout.database import create_tables, database_seconds, open_database
 
@@ -154,8 +154,8 @@ class LeaseDatabase:
         for row in rows:
             if row.holder != holder and now - row.seen_at < LEASE_SECONDS:
                 theirs.setdefault((row.key, row.kind), []).append(row.held)
-        changed: list[dict[str, object]] = []
-        written: list[dict[str, object]] = []
+        changed: list[dict[str, Any]] = []
+        written: list[dict[str, Any]] = []
         answers: dict[tuple[str, str], LimitAnswer] = {}
         for ask in asks:
             place = (ask.key, ask.kind)
