@@ -54,7 +54,7 @@ def run(
 
         def opener(bundle: Path, settings: EngineSettings) -> Opened:
             opened = open_bundle(bundle, settings)
-            announcement.say(opened.info.digest, opened.info.level)
+            announcement.publish(opened.info.digest, opened.info.level)
             return opened
 
         worker.listen(start, listener, key, opener)

@@ -85,7 +85,7 @@ class Announcement:
         self._stop, self._failed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="announcement", daemon=True)
 
-    def say(self, digest: str, level: str) -> None:
+    def publish(self, digest: str, level: str) -> None:
         """What the engine serves from now on."""
         self._what = digest, level
         if not self._thread.is_alive():
@@ -105,7 +105,7 @@ class Announcement:
         self._table.close()
 
     def _run(self) -> None:
-        assert self._what is not None, "say() comes first"
+        assert self._what is not None, "publish() comes first"
         while True:
             try:
                 self._table.write(self._address, *self._what)

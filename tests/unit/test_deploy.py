@@ -76,7 +76,7 @@ def test_files_that_compose_mounts_exist_and_parse() -> None:
                 assert source in COMPOSE["volumes"]
     assert len(mounted) == 4 and all(path.exists() for path in mounted)
     for path in DEPLOY.rglob("*.yaml"):
-        assert yaml.safe_load(path.read_text()), path
+        assert all(yaml.safe_load_all(path.read_text())), path
 
 
 def test_prometheus_reads_the_port_that_the_server_listens_on() -> None:

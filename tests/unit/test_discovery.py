@@ -65,13 +65,13 @@ def test_an_engine_is_listed_from_its_first_word_to_its_last(
         found = TableDiscovery(url, key)
         assert found.read() == ((), KEY)
         with Announcement(url, "tcp:10.0.0.2:7000") as second, Announcement(url, "tcp:10.0.0.1:7000") as first:
-            assert found.read().engines == (), "nothing is said before an engine is open"
-            first.say("d" * 64, "x86-64-v3")
-            second.say("d" * 64, "x86-64-v3")
+            assert found.read().engines == (), "nothing is written before an engine is open"
+            first.publish("d" * 64, "x86-64-v3")
+            second.publish("d" * 64, "x86-64-v3")
             wait_for(lambda: found.read().engines == ("tcp:10.0.0.1:7000", "tcp:10.0.0.2:7000"))
             (row, _) = EngineTable(url).read()
             assert (row.digest, row.level) == ("d" * 64, "x86-64-v3") and row.age < 5
-            first.say("e" * 64, "x86-64-v4")
+            first.publish("e" * 64, "x86-64-v4")
             wait_for(lambda: EngineTable(url).read()[0].digest == "e" * 64)
             age(url, 1000)
             wait_for(lambda: EngineTable(url).read()[0].age < 10)

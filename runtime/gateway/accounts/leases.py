@@ -114,12 +114,16 @@ class LeaseDatabase:
     def sync(self, holder: str, asks: Sequence[LimitAsk]) -> dict[tuple[str, str], LimitAnswer]:
         """By key and kind, in one transaction. ``holder``: of 32 characters, another one for each start of a gateway.
 
-        Raises what SQLAlchemy raises; then nobody knows whether anything has changed.
+        Raises what SQLAlchemy raises; then nobody knows whether anything has changed. Without asks it says whether the
+        database answers.
         """
         if not self._created:
             create_tables(self._engine, self._limits.metadata)
             self._created = True
         with self._engine.begin() as connection:
+            if not asks:
+                database_seconds(connection)
+                return {}
             return self._sync(connection, holder, asks)
 
     def leave(self, holder: str) -> None:

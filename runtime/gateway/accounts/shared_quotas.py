@@ -72,6 +72,8 @@ class LeasedLimit:
     def resize(self, size: int | None) -> None:
         if not self.counts:  # nothing was counted
             self.granted = self.most = self.used
+        if size != self.size:
+            self.free_at = -math.inf
         self.size = size
 
     def take(self, amount: float) -> None:
@@ -189,28 +191,28 @@ class LeasedQuota:
 
     def _refusal(self, tokens: int) -> ApiError:
         key, now = self.key, time.monotonic()
-        if key.token_budget is not None and tokens > key.token_budget:
-            return budget_used_up(key, int(self.budget.used) - self.reserved, self.reserved, tokens)
+        sized = [(limit, amount) for limit, amount in zip(self.limits, (1, tokens, tokens), strict=True) if limit.size]
+        known = not self._shared.away and all(limit.free_at > -math.inf for limit, _ in sized)
+        if key.token_budget is not None:
+            left = self.budget.level(now) if known else key.token_budget - self.budget.used
+            if tokens > (left if known else key.token_budget):
+                return budget_used_up(key, int(key.token_budget - left) - self.reserved, self.reserved, tokens)
         if key.tokens_per_minute is not None and tokens > key.tokens_per_minute:
             return never_fits(key, tokens)
-        left = self.budget.level(now) if key.token_budget is not None else math.inf
-        unknown = any(limit.size is not None and limit.free_at == -math.inf for limit in self.limits)
-        if self._shared.away or unknown or (left >= tokens and not self.budget.fits(tokens)):
-            return ApiError(
-                503,
-                "the limits of the API key cannot be looked up, and nothing is left of what was fetched before",
-                code="limits_unavailable",
-                headers=retry_after(SYNC_SECONDS),
-            )
-        if key.token_budget is not None and not self.budget.fits(tokens):
-            return budget_used_up(key, int(key.token_budget - left) - self.reserved, self.reserved, tokens)
-        waits = [
-            ((amount - limit.level(now)) / limit.per_second, limit.size, limit.kind)
-            for limit, amount in ((self.requests, 1), (self.tokens, tokens))
-            if limit.size is not None and not limit.fits(amount)
+        short = [
+            ((amount - limit.level(now)) / limit.per_second, limit.size or 0, limit.kind)
+            for limit, amount in sized
+            if known and limit.per_second and limit.level(now) < amount
         ]
-        seconds, size, unit = max(waits)
-        return comes_too_soon(key, size, unit, max(seconds, LEAST_SECONDS))
+        if short:
+            seconds, size, unit = max(short)
+            return comes_too_soon(key, size, unit, seconds)
+        return ApiError(
+            503,
+            "the limits of the API key cannot be looked up now, and too little is left of what was leased before",
+            code="limits_unavailable",
+            headers=retry_after(SYNC_SECONDS),
+        )
 
 
 class SharedQuotas:
@@ -270,15 +272,17 @@ class SharedQuotas:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), SYNC_SECONDS)
             self._wake.clear()
+            asked = self._asks(hold=bool(self._failed))
+            if not asked and not self._failed:
+                continue
             waiting, self._waiting = self._waiting, []
             self._begun = time.monotonic()
-            asked = self._asks(hold=bool(self._failed))
             try:
                 answers = await asyncio.to_thread(self._database.sync, self._holder, [ask for _, ask in asked])
             except Exception as error:  # of any kind: requests go on with what there is
-                self._say(one_line(error))
+                self._log(one_line(error))
             else:
-                self._say("")
+                self._log("")
                 self._take(asked, answers)
             self._begun = None
             for waiter in waiting:
@@ -300,7 +304,7 @@ class SharedQuotas:
         for limit, ask in asked:
             limit.answered(ask, answers[ask.key, ask.kind], now)
 
-    def _say(self, failed: str) -> None:
+    def _log(self, failed: str) -> None:
         if failed and not self._failed:
             log.error("limits are those that were leased until the database answers again: %s", failed)
         elif self._failed and not failed:
