@@ -117,7 +117,8 @@ def test_a_rate_holds_over_both(gateways: Gateways) -> None:
     refused = [one for one in answers if one.status_code == 429]
     assert len(admitted) + len(refused) == 30 and refused
     seconds = sum(one.elapsed.total_seconds() for one in answers)
-    assert 20 <= len(admitted) <= 21 + seconds / 3
+    # From a full bucket of 20, and one every three seconds; one gateway may hold the last one for a moment.
+    assert 19 <= len(admitted) <= 20 + seconds / 3
     assert all(int(one.headers["retry-after-ms"]) > 0 for one in refused)
     assert {one.headers["x-ratelimit-limit-requests"] for one in answers} == {"20"}
 
