@@ -9,7 +9,7 @@ COPY evals evals
 COPY runtime runtime
 COPY pipeline pipeline
 RUN python -m venv /opt/tapeout \
- && /opt/tapeout/bin/pip install --no-cache-dir '.[serve,signing,otel]'
+ && /opt/tapeout/bin/pip install --no-cache-dir '.[serve,signing,otel,postgres]'
 
 FROM python:3.11-slim-bookworm
 RUN useradd --create-home --uid 10001 tapeout \

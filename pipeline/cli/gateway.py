@@ -17,6 +17,8 @@ from runtime.gateway.http.listen import listen
 def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
     fleet = FleetFile.read(engines)
     discovery = find_engines(engines, fleet)
+    if fleet.up is None:  # those that are started together may not be there yet
+        discovery.read()  # what is wrong with it is said before anything is taken
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
     scaler = FleetScaler(fleet.scaling) if fleet.scaling else None
@@ -25,11 +27,16 @@ def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
 
 
 def find_engines(path: Path, fleet: FleetFile) -> Discovery:
-    """What is wrong with the file is said before anything is taken."""
-    if fleet.up is None:
-        discovery = StaticFile(path)
-        discovery.read()
-        return discovery
-    from runtime.fleet.ray_discovery import RayDiscovery
+    if fleet.table is not None:
+        from runtime.gateway.fleet.table_discovery import TableDiscovery
 
-    return RayDiscovery(fleet.up, fleet.key)
+        return TableDiscovery(fleet.table, fleet.key)
+    if fleet.kubernetes is not None:
+        from runtime.gateway.fleet.kubernetes_discovery import KubernetesDiscovery
+
+        return KubernetesDiscovery(fleet.kubernetes, fleet.key)
+    if fleet.up is not None:
+        from runtime.fleet.ray_discovery import RayDiscovery
+
+        return RayDiscovery(fleet.up, fleet.key)
+    return StaticFile(path)

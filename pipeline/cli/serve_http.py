@@ -50,6 +50,7 @@ def answer(
             keys_file=options.keys_file,
             usage_database=options.usage_database,
             usage_journal=options.usage_journal,
+            limits_database=options.limits_database,
             traffic=traffic,
             read_bandwidth=bandwidth,
             traces=options.traces,

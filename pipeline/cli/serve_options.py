@@ -87,6 +87,12 @@ class HttpOptions:
     usage_journal: Annotated[
         Path, typer.Option(help="Folder of the journal that makes usage records exact; one for each server.")
     ] = Path("usage.journal")
+    limits_database: Annotated[
+        str | None,
+        typer.Option(
+            help="SQLAlchemy URL of limits of keys that all servers with this URL share; without, each counts its own."
+        ),
+    ] = None
     traffic_log: Annotated[
         Path | None, typer.Option(help="Folder for a redacted sample of prompts and responses; without, none.")
     ] = None

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,15 @@ from runtime.gateway.accounts import usage as module
 from runtime.gateway.accounts.usage import Usage, UsageError, UsageRecord, connect, sums
 from runtime.gateway.protocol.calls import Call, Caller
 from runtime.gateway.protocol.errors import ApiError
+from tests.postgres import running_postgres
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
 
 class Place:
-    def __init__(self, folder: Path) -> None:
-        self.url, self.journal = f"sqlite:///{folder}/usage.db", folder / "usage.journal"
+    def __init__(self, folder: Path, url: str = "") -> None:
+        self.url, self.journal = url or f"sqlite:///{folder}/usage.db", folder / "usage.journal"
 
     def open(self) -> Usage:
         return Usage(self.url, self.journal)
@@ -210,8 +212,14 @@ def test_a_database_that_cannot_be_opened_is_refused(url: str, tmp_path: Path) -
         Usage(url, tmp_path)
 
 
-def test_a_killed_server_has_counted_every_request_once(tmp_path: Path) -> None:
-    place, notes, draw = Place(tmp_path), tmp_path / "notes", random.Random(1)
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_a_killed_server_has_counted_every_request_once(tmp_path: Path, database: str) -> None:
+    with running_postgres() if database == "postgres" else nullcontext() as server:
+        _kill_and_count(Place(tmp_path, server.url if server else ""), tmp_path)
+
+
+def _kill_and_count(place: Place, folder: Path) -> None:
+    notes, draw = folder / "notes", random.Random(1)
     kills = 6
     for seed in range(kills):
         words = [sys.executable, "-m", "tests.usage_server", place.url, str(place.journal), str(notes), str(seed)]

@@ -93,6 +93,14 @@ def engine(
     ],
     listen: Annotated[str, typer.Option(help="Where servers connect: tcp:HOST:PORT or unix:PATH.", metavar="ADDRESS")],
     key_file: EngineKey = None,
+    register: Annotated[
+        str | None,
+        typer.Option(help="SQLAlchemy URL of the database with the table of engines, which gateways read."),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(help="With --register: where gateways reach it, if not where it listens.", metavar="ADDRESS"),
+    ] = None,
     opening: EngineOptions,
     approval: ApprovalOptions,
 ) -> None:
@@ -102,7 +110,7 @@ def engine(
     """
     from pipeline.cli import engine as command
 
-    command.run(source, listen, key_file, opening, approval)
+    command.run(source, listen, key_file, opening, approval, register, advertise)
 
 
 @on_panel()
@@ -110,7 +118,7 @@ def engine(
 def gateway(
     *,
     engines: Annotated[
-        Path, typer.Argument(help="YAML file with the addresses of engines and their key; it is read again.")
+        Path, typer.Argument(help="YAML file with the engines, or where they are found, and their key; docs/fleet.md.")
     ],
     wait_seconds: Annotated[
         float, typer.Option(min=0, help="A request that no engine takes for so long is ended with 503.")

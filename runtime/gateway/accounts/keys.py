@@ -24,9 +24,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -85,6 +85,35 @@ class ApiKey(BaseModel):
         return Caller(self.name, self.tenant, self.priority, cache_salt)
 
 
+class Quota(Protocol):
+    """What one key may still use. A request reserves the most it can use, and gives back the rest at its end."""
+
+    key: ApiKey
+
+    def change(self, key: ApiKey) -> None:
+        """Limits as the key has them now."""
+        ...
+
+    async def prepare(self, tokens: int) -> None:
+        """Wait for what :meth:`admit` takes, where it has to be fetched."""
+        ...
+
+    def admit(self, tokens: int) -> Grant:
+        """Reserve one request of at most ``tokens`` prompt and new tokens; a refused one uses nothing.
+
+        :class:`ApiError` 429: ``retry-after`` says when to come again, ``x-should-retry: false`` that it never fits.
+        """
+        ...
+
+    def settle(self, reserved: int, tokens: int) -> None:
+        """A request has ended that had ``reserved`` tokens, and used ``tokens``."""
+        ...
+
+    def headers(self) -> dict[str, str]:
+        """``x-ratelimit-…`` of the limits that exist."""
+        ...
+
+
 def new_key() -> tuple[str, str]:
     """A key to hand out, and its hash to keep."""
     key = PREFIX + secrets.token_urlsafe(32)
@@ -103,16 +132,23 @@ class Keys(Hook):
     """Every key that the server accepts, and what it may still use. Without any key, everyone may call the server.
 
     A hook of all calls: it reserves the most that a call can use, and gives back the rest at its end.
-    ``given``: keys themselves. ``used``: tokens that each key, by name, has used before this server started.
+    ``given``: keys themselves. ``quota``: makes what counts for a key, from tokens that it has used before. ``used``:
+    such tokens, by name of the key, from before this server started.
     """
 
-    def __init__(self, given: Sequence[str] = (), file: Path | None = None) -> None:
+    def __init__(
+        self,
+        given: Sequence[str] = (),
+        file: Path | None = None,
+        quota: Callable[[ApiKey, int], Quota] | None = None,
+    ) -> None:
         given = [*given, *filter(None, (key.strip() for key in os.environ.get(ENVIRONMENT, "").split(",")))]
         self._given = [ApiKey(name=f"key-{number}", hash=hash_of(key)) for number, key in enumerate(given, start=1)]
         self._file, self._stamp, self._looked_at = file, _stamp(file), time.monotonic()
         self._keys: list[ApiKey] = []
         self._take(read_keys(file) if file else [])
-        self._limits: dict[str, KeyQuota] = {}
+        self._new_quota = quota or KeyQuota
+        self._limits: dict[str, Quota] = {}
         self.used: Mapping[str, int] = {}
         self._grants: dict[str, Grant] = {}
         self.protected = bool(self._keys) or file is not None
@@ -135,21 +171,25 @@ class Keys(Hook):
             raise _unauthorized("the API key is not valid")
         return found
 
-    def limits(self, key: ApiKey) -> KeyQuota:
+    def limits(self, key: ApiKey) -> Quota:
         """The state of a key's limits. It outlives a change of the file; the tokens used are those of the name."""
         limits = self._limits.get(key.name)
         if limits is None:
-            limits = self._limits[key.name] = KeyQuota(key, used=self.used.get(key.name, 0))
+            limits = self._limits[key.name] = self._new_quota(key, self.used.get(key.name, 0))
         elif limits.key != key:
             limits.change(key)
         return limits
+
+    async def prepare(self, call: Call) -> None:
+        key = self._by_name.get(call.caller.name)
+        if key is not None:
+            await self.limits(key).prepare(_most_tokens(call))
 
     def admit(self, call: Call) -> None:
         key = self._by_name.get(call.caller.name)
         if key is not None:
             key.require_model(call.model)
-            most = call.prompt_tokens + call.choices * call.max_new_tokens
-            self._grants[call.id] = self.limits(key).admit(most)
+            self._grants[call.id] = self.limits(key).admit(_most_tokens(call))
 
     def ended(self, call: Call) -> None:
         if grant := self._grants.pop(call.id, None):
@@ -173,6 +213,10 @@ class Keys(Hook):
             log.info("%s was read again: %d keys", self._file, len(self._keys))
         except KeyFileError as error:
             log.error("the keys stay as they were: %s", one_line(error))
+
+
+def _most_tokens(call: Call) -> int:
+    return call.prompt_tokens + call.choices * call.max_new_tokens
 
 
 def _stamp(file: Path | None) -> tuple[int, int, int] | None:
@@ -255,54 +299,36 @@ class Bucket:
 
 
 class KeyQuota:
-    """What one key may still use. A request reserves the most it can use, and gives back the rest at its end."""
+    """A :class:`Quota` that this process alone counts."""
 
-    def __init__(self, key: ApiKey, *, used: int = 0) -> None:
+    def __init__(self, key: ApiKey, used: int = 0) -> None:
         self.used, self.reserved = used, 0  # tokens of the budget
         self.change(key)
 
     def change(self, key: ApiKey) -> None:
-        """Limits as the key has them now; the buckets are full again."""
+        """The buckets are full again."""
         now = time.monotonic()
         self.key = key
         self.requests = Bucket(key.requests_per_minute, now) if key.requests_per_minute else None
         self.tokens = Bucket(key.tokens_per_minute, now) if key.tokens_per_minute else None
 
-    def admit(self, tokens: int) -> Grant:
-        """Reserve one request of at most ``tokens`` prompt and new tokens.
+    async def prepare(self, tokens: int) -> None:
+        """Everything is here."""
 
-        :class:`ApiError` 429: ``retry-after`` says when to come again, ``x-should-retry: false`` that it never fits.
-        A refused request uses nothing.
-        """
+    def admit(self, tokens: int) -> Grant:
         now, key = time.monotonic(), self.key
         for bucket in (self.requests, self.tokens):
             if bucket is not None:
                 bucket.fill(now)
         if key.token_budget is not None and self.used + self.reserved + tokens > key.token_budget:
-            raise ApiError(
-                429,
-                f"the API key {key.name} has used {self.used} of its budget of {key.token_budget} tokens, and "
-                f"{self.reserved} are reserved; the request may need {tokens}",
-                code="insufficient_quota",
-                headers={"x-should-retry": "false"},
-            )
+            raise budget_used_up(key, self.used, self.reserved, tokens)
         if self.tokens is not None and tokens > self.tokens.size:
-            raise ApiError(
-                429,
-                f"the request may need {tokens} tokens; the API key {key.name} has {self.tokens.size} per minute",
-                code="rate_limit_exceeded",
-                headers={"x-should-retry": "false"},
-            )
+            raise never_fits(key, tokens)
         asked = ((self.requests, 1, "requests"), (self.tokens, tokens, "tokens"))
         waits = [(bucket.wait(amount), bucket.size, unit) for bucket, amount, unit in asked if bucket is not None]
         seconds, size, unit = max(waits, default=(0.0, 0, ""))
         if seconds > 0:
-            raise ApiError(
-                429,
-                f"the API key {key.name} may use {size} {unit} per minute; try again in {seconds:.3f} seconds",
-                code="rate_limit_exceeded",
-                headers=retry_after(seconds),
-            )
+            raise comes_too_soon(key, size, unit, seconds)
         if self.requests is not None:
             self.requests.level -= 1
         if self.tokens is not None:
@@ -310,34 +336,69 @@ class KeyQuota:
         self.reserved += tokens
         return Grant(self, tokens)
 
+    def settle(self, reserved: int, tokens: int) -> None:
+        self.reserved -= reserved
+        self.used += tokens
+        if self.tokens is not None:
+            self.tokens.level = min(self.tokens.size, self.tokens.level + reserved - tokens)
+
     def headers(self) -> dict[str, str]:
-        """``x-ratelimit-…`` of the limits that exist."""
         now, found = time.monotonic(), dict[str, str]()
         for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:
                 bucket.fill(now)
-                found[f"x-ratelimit-limit-{name}"] = str(bucket.size)
-                found[f"x-ratelimit-remaining-{name}"] = str(max(0, int(bucket.level)))
-                found[f"x-ratelimit-reset-{name}"] = duration(bucket.wait(bucket.size))
+                found |= limit_headers(name, bucket.size, bucket.level, bucket.wait(bucket.size))
         return found
 
 
 class Grant:
     """One admitted request. Settle it when the request has ended, however it ended."""
 
-    def __init__(self, limits: KeyQuota, tokens: int) -> None:
-        self._limits, self._reserved = limits, tokens
+    def __init__(self, quota: Quota, tokens: int) -> None:
+        self._quota, self._reserved = quota, tokens
 
     def settle(self, tokens: int) -> None:
         """``tokens``: prompt and new tokens that were used. A second call has no effect."""
-        limits, reserved = self._limits, self._reserved
-        if not reserved:
-            return
-        self._reserved = 0
-        limits.reserved -= reserved
-        limits.used += tokens
-        if limits.tokens is not None:
-            limits.tokens.level = min(limits.tokens.size, limits.tokens.level + reserved - tokens)
+        if reserved := self._reserved:
+            self._reserved = 0
+            self._quota.settle(reserved, tokens)
+
+
+def budget_used_up(key: ApiKey, used: int, reserved: int, tokens: int) -> ApiError:
+    return ApiError(
+        429,
+        f"the API key {key.name} has used {used} of its budget of {key.token_budget} tokens, and "
+        f"{reserved} are reserved; the request may need {tokens}",
+        code="insufficient_quota",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def never_fits(key: ApiKey, tokens: int) -> ApiError:
+    return ApiError(
+        429,
+        f"the request may need {tokens} tokens; the API key {key.name} has {key.tokens_per_minute} per minute",
+        code="rate_limit_exceeded",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def comes_too_soon(key: ApiKey, size: int, unit: str, seconds: float) -> ApiError:
+    return ApiError(
+        429,
+        f"the API key {key.name} may use {size} {unit} per minute; try again in {seconds:.3f} seconds",
+        code="rate_limit_exceeded",
+        headers=retry_after(seconds),
+    )
+
+
+def limit_headers(name: str, size: int, level: float, seconds: float) -> dict[str, str]:
+    """``seconds``: until it is full."""
+    return {
+        f"x-ratelimit-limit-{name}": str(size),
+        f"x-ratelimit-remaining-{name}": str(max(0, int(level))),
+        f"x-ratelimit-reset-{name}": duration(seconds),
+    }
 
 
 def retry_after(seconds: float) -> dict[str, str]:

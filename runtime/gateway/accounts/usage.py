@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from runtime.gateway.protocol.calls import Call, Hook
 from runtime.gateway.protocol.errors import ApiError
+from tapeout.database import DatabaseError, create_tables, open_database
 from tapeout.errors import TapeoutError, one_line
 
 if TYPE_CHECKING:
@@ -298,7 +299,7 @@ def _lock(folder: Path) -> IO[bytes]:
 def connect(url: str, *, create: bool = False) -> tuple[Engine, Table]:
     """The database and its table of usage records. ``create``: make what is missing, instead of refusing."""
     import sqlalchemy as sa
-    from sqlalchemy import event, exc
+    from sqlalchemy import exc
 
     table = sa.Table(
         "usage",
@@ -313,28 +314,21 @@ def connect(url: str, *, create: bool = False) -> tuple[Engine, Table]:
         *(sa.Column(name, sa.Double) for name in ("first_token_seconds", "seconds")),
     )
     try:
-        engine = sa.create_engine(url)
-        if engine.dialect.name == "sqlite":
-            event.listen(engine, "connect", _prepare_sqlite)
-            if not create and engine.url.database and not Path(engine.url.database).is_file():
-                raise UsageError(
-                    f"there is no {engine.url.database}", expected="the database of a server's usage records"
-                )
+        engine = open_database(url, "usage")
+        database = engine.url.database
+        if engine.dialect.name == "sqlite" and not create and database and not Path(database).is_file():
+            raise UsageError(f"there is no {database}", expected="the database of a server's usage records")
         if create:
-            table.metadata.create_all(engine)
-    except (exc.SQLAlchemyError, ImportError) as error:
+            create_tables(engine, table.metadata)
+    except (exc.SQLAlchemyError, DatabaseError) as error:
         raise UsageError(
-            f"the usage database cannot be opened: {one_line(error)}",
+            error.found
+            if isinstance(error, DatabaseError)
+            else f"the usage database cannot be opened: {one_line(error)}",
             expected="an SQLAlchemy URL, such as sqlite:///usage.db",
             remedy="correct the URL, or install the driver that it names",
         ) from error
     return engine, table
-
-
-def _prepare_sqlite(connection: Any, _: Any) -> None:
-    # Readers do not block the writer, and a transaction that has ended is on the disk.
-    connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=FULL")
 
 
 def _insert(engine: Engine, table: Table, records: Sequence[UsageRecord]) -> None:

@@ -8,7 +8,9 @@ The static file is YAML::
     key: engine.key                # that gateway and engines share; beside this file unless absolute
     scaling: {least: 2, most: 8}   # if the gateway is to say how many engines there should be
 
-Instead of ``engines`` it may say what ``tapeout fleet up`` starts (``up``); the engines are then those that run.
+Instead of ``engines`` it may say what ``tapeout fleet up`` starts (``up``; the engines are then those that run), or
+name a ``table`` (a database, :mod:`runtime.gateway.fleet.table_discovery`) or ``kubernetes``
+(:mod:`runtime.gateway.fleet.kubernetes_discovery`).
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ class FleetFileError(TapeoutError):
     """The list of engines cannot be read."""
 
 
+class DiscoveryError(TapeoutError):
+    """A source of addresses does not answer."""
+
+
 class Listing(NamedTuple):
     """``engines``: addresses, each once. ``key``: see :class:`runtime.wire.session.Session`."""
 
@@ -42,18 +48,32 @@ class Discovery(Protocol):
         ...
 
 
+class KubernetesService(BaseModel):
+    """Endpoints of a service. ``port``: its name. ``namespace``: that of this pod by default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    service: str
+    port: str = "engine"
+    namespace: str | None = None
+
+
 class FleetFile(BaseModel):
+    """``up``: what ``tapeout fleet`` starts. ``scaling``: what the number of engines depends on."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     engines: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    key: Path | None = None
+    table: str | None = None
+    kubernetes: KubernetesService | None = None
     up: FleetPlan | None = None
+    key: Path | None = None
     scaling: ScalingSettings | None = None
 
     @model_validator(mode="after")
-    def _require_engines(self) -> FleetFile:
-        if (self.engines is None) == (self.up is None):
-            raise ValueError("one of `engines` and `up` is needed, and not both")
+    def _require_one_source(self) -> FleetFile:
+        if sum(source is not None for source in (self.engines, self.table, self.kubernetes, self.up)) != 1:
+            raise ValueError("exactly one of `engines`, `table`, `kubernetes` and `up` is needed")
         return self
 
     @classmethod
@@ -64,7 +84,7 @@ class FleetFile(BaseModel):
         except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
             raise FleetFileError(
                 f"{path} is no list of engines: {one_line(error, 300)}",
-                expected="YAML with `engines`, a list of tcp:HOST:PORT or unix:PATH, or `up`, and `key`, a file",
+                expected="YAML with `engines`, a list of tcp:HOST:PORT or unix:PATH, or where they are, and `key`",
                 remedy="docs/fleet.md has examples",
             ) from error
         return found if found.key is None else found.model_copy(update={"key": path.parent.absolute() / found.key})

@@ -49,6 +49,8 @@ async def generate(
     admitted: list[Hook] = []
     try:
         for hook in hooks:
+            await hook.prepare(call)
+        for hook in hooks:
             hook.admit(call)
             admitted.append(hook)
         followed = [_follow(client, call, choice, hooks) for choice in choices]

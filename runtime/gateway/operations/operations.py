@@ -17,6 +17,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from runtime.gateway.accounts.keys import KeyFileError, Keys, RequireKey
+from runtime.gateway.accounts.shared_quotas import SharedQuotas
 from runtime.gateway.accounts.traffic import TrafficLog, TrafficSettings
 from runtime.gateway.accounts.usage import Usage
 from runtime.gateway.engines.client import EngineClient
@@ -42,6 +43,7 @@ SHOWN_HEADERS = (
 class OperationsSettings:
     """``usage_database``: an SQLAlchemy URL; None keeps no usage records. ``traffic`` None: no traffic log.
 
+    ``limits_database``: of the limits that all servers with this URL share; None counts them here.
     ``cors_origins``: of web pages whose scripts may call the server; ``*`` is every page.
     ``read_bandwidth``: bytes per second, if it was measured (:class:`runtime.gateway.operations.metrics.Metrics`).
     """
@@ -50,6 +52,7 @@ class OperationsSettings:
     keys_file: Path | None = None
     usage_database: str | None = None
     usage_journal: Path = Path("usage.journal")
+    limits_database: str | None = None
     traffic: TrafficSettings | None = None
     read_bandwidth: float | None = None
     traces: bool = False  # send spans by OTLP
@@ -81,15 +84,16 @@ class Operations:
         if view is not None:
             self.metrics.registry.register(view)
         self.health = Health(client, lambda: self._service is not None and self._service.draining)
-        self.keys = Keys(settings.api_keys, settings.keys_file)
+        self.shared = SharedQuotas(settings.limits_database) if settings.limits_database else None
+        self.keys = Keys(settings.api_keys, settings.keys_file, self.shared and self.shared.quota)
         self.usage = Usage(settings.usage_database, settings.usage_journal) if settings.usage_database else None
         if self.usage is not None:
             self.keys.used = self.usage.tokens_by_key()
-        elif self.keys.have_budgets:
+        elif self.keys.have_budgets and self.shared is None:
             raise KeyFileError(
                 "a key has a token budget, but there are no usage records to count it with",
-                expected="a database of usage records",
-                remedy="name one with --usage-database, or remove token_budget",
+                expected="a database of usage records, or one of limits",
+                remedy="name one with --usage-database or --limits-database, or remove token_budget",
             )
         self.traffic = TrafficLog(settings.traffic, self._decode) if settings.traffic else None
         if self.traffic is not None:
@@ -113,8 +117,8 @@ class Operations:
         )
 
     def close(self) -> None:
-        """Write what is still in memory. No call may be running."""
-        for writer in (self.usage, self.traffic, self.tracing):
+        """Write what is still in memory, and give back what was leased. No call may be running."""
+        for writer in (self.shared, self.usage, self.traffic, self.tracing):
             if writer is not None:
                 writer.close()
 

@@ -96,7 +96,10 @@ class Call:
 
 
 class Hook:
-    """Is told of every call that generates. Every method runs on the event loop, so it must return at once."""
+    """Is told of every call that generates. Every method runs on the event loop; only ``prepare`` may wait."""
+
+    async def prepare(self, call: Call) -> None:
+        """Before :meth:`admit`, which then has at hand what it needs. It refuses nothing."""
 
     def admit(self, call: Call) -> None:
         """Before the engine gets the call; an :class:`ApiError` refuses it."""

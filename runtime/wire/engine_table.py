@@ -1,0 +1,133 @@
+"""Engines write into a table of a database where they listen, and gateways read it.
+
+A row is as old as the database's clock says. An engine writes its own once a second (:class:`Announcement`), and
+removes it when it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from tapeout.database import create_tables, database_seconds, open_database
+from tapeout.errors import one_line
+
+if TYPE_CHECKING:
+    from sqlalchemy import Table
+
+BEAT_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class EngineRow(NamedTuple):
+    """``age``: seconds since it was written."""
+
+    address: str
+    digest: str
+    level: str
+    age: float
+
+
+class EngineTable:
+    """``url``: of SQLAlchemy. :class:`tapeout.database.DatabaseError` for a wrong one; it need not answer yet.
+
+    Its methods raise what SQLAlchemy raises.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._engine, self._table, self._created = open_database(url, "engines"), _table(), False
+
+    def write(self, address: str, digest: str, level: str) -> None:
+        import sqlalchemy as sa
+
+        self._create()
+        with self._engine.begin() as connection:
+            row = {"digest": digest, "level": level, "seen_at": database_seconds(connection)}
+            found = connection.execute(sa.update(self._table).where(self._table.c.address == address).values(row))
+            if not found.rowcount:
+                connection.execute(sa.insert(self._table).values({"address": address, **row}))
+
+    def remove(self, address: str) -> None:
+        import sqlalchemy as sa
+
+        with self._engine.begin() as connection:
+            connection.execute(sa.delete(self._table).where(self._table.c.address == address))
+
+    def read(self) -> list[EngineRow]:
+        """All rows by address, also old ones."""
+        import sqlalchemy as sa
+
+        self._create()
+        with self._engine.connect() as connection:
+            rows = connection.execute(sa.select(self._table).order_by(self._table.c.address)).all()
+            now = database_seconds(connection)
+        return [EngineRow(row.address, row.digest, row.level, now - row.seen_at) for row in rows]
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _create(self) -> None:
+        if not self._created:
+            create_tables(self._engine, self._table.metadata)
+            self._created = True
+
+
+class Announcement:
+    """Keeps an engine's row young, in a thread, until it is left. ``address``: where gateways reach the engine."""
+
+    def __init__(self, url: str, address: str) -> None:
+        self._table, self._address = EngineTable(url), address
+        self._what: tuple[str, str] | None = None
+        self._stop, self._failed = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="announcement", daemon=True)
+
+    def publish(self, digest: str, level: str) -> None:
+        """What the engine serves from now on."""
+        self._what = digest, level
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def __enter__(self) -> Announcement:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+            with suppress(Exception):  # else its age tells
+                self._table.remove(self._address)
+        self._table.close()
+
+    def _run(self) -> None:
+        assert self._what is not None, "publish() comes first"
+        while True:
+            try:
+                self._table.write(self._address, *self._what)
+            except Exception as error:  # of any kind: an engine serves whoever knows it already
+                if not self._failed:
+                    log.error("gateways cannot be told of this engine: %s", one_line(error))
+                self._failed = True
+            else:
+                if self._failed:
+                    log.warning("gateways are told of this engine again")
+                self._failed = False
+            if self._stop.wait(BEAT_SECONDS):
+                return
+
+
+def _table() -> Table:
+    import sqlalchemy as sa
+
+    return sa.Table(
+        "engines",
+        sa.MetaData(),
+        sa.Column("address", sa.String(255), primary_key=True),
+        *(sa.Column(name, sa.String(64), nullable=False) for name in ("digest", "level")),
+        sa.Column("seen_at", sa.Double, nullable=False),
+    )

@@ -1,0 +1,80 @@
+"""A database that processes share: PostgreSQL, or an SQLite file where all of them run on one machine.
+
+What is compared between machines is the database's own clock (:func:`database_seconds`), never theirs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tapeout.errors import TapeoutError, one_line
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine, MetaData
+
+CONNECT_SECONDS = 2
+STATEMENT_SECONDS = 5
+# Of libpq and the server: a machine that is gone must not hold a connection for minutes.
+POSTGRES: dict[str, Any] = {
+    "connect_timeout": CONNECT_SECONDS,
+    "tcp_user_timeout": STATEMENT_SECONDS * 1000,
+    "options": f"-c statement_timeout={STATEMENT_SECONDS * 1000}",
+}
+
+
+class DatabaseError(TapeoutError):
+    """A database cannot be opened."""
+
+
+def open_database(url: str, purpose: str) -> Engine:
+    """``url``: of SQLAlchemy. ``purpose``: what the message calls it. :class:`DatabaseError` for a wrong URL.
+
+    It connects only when it is used.
+    """
+    import sqlalchemy as sa
+    from sqlalchemy import event, exc
+
+    try:
+        name = sa.make_url(url).get_backend_name()
+        options: dict[str, Any] = {"timeout": STATEMENT_SECONDS} if name == "sqlite" else {}
+        engine = sa.create_engine(
+            url, connect_args=POSTGRES if name == "postgresql" else options, pool_pre_ping=name != "sqlite"
+        )
+    except (exc.SQLAlchemyError, ImportError) as error:
+        raise DatabaseError(
+            f"the {purpose} database cannot be opened: {one_line(error)}",
+            expected="an SQLAlchemy URL, such as sqlite:///usage.db or postgresql+psycopg://USER@HOST/NAME",
+            remedy="correct the URL, or install the driver that it names: pip install 'tapeout[postgres]'",
+        ) from error
+    if name == "sqlite":
+        event.listen(engine, "connect", _prepare_sqlite)
+    return engine
+
+
+def create_tables(engine: Engine, metadata: MetaData) -> None:
+    """Those that are missing; several processes may do so at once."""
+    import sqlalchemy as sa
+    from sqlalchemy.schema import CreateIndex, CreateTable
+
+    with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":  # where "if not exists" alone can still fail
+            connection.execute(sa.text("SELECT pg_advisory_xact_lock(hashtext('tapeout tables'))"))
+        for table in metadata.sorted_tables:
+            connection.execute(CreateTable(table, if_not_exists=True))
+            for index in table.indexes:
+                connection.execute(CreateIndex(index, if_not_exists=True))
+
+
+def database_seconds(connection: Connection) -> float:
+    """Since 1970, by the clock of the database."""
+    import sqlalchemy as sa
+
+    sqlite = connection.dialect.name == "sqlite"
+    clock = "(julianday('now') - 2440587.5) * 86400.0" if sqlite else "extract(epoch from clock_timestamp())"
+    return float(connection.execute(sa.text(f"SELECT {clock}")).scalar_one())
+
+
+def _prepare_sqlite(connection: Any, _: Any) -> None:
+    # Readers do not block the writer, and a transaction that has ended is on the disk.
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")

@@ -1,0 +1,174 @@
+"""Two ``tapeout gateway`` before two ``tapeout engine``: one of them dies, and limits and usage are those of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+
+from runtime.gateway.accounts.keys import new_key
+from tests import command
+from tests.command import ROOT, Running
+from tests.exported import build_float, tiny_graph
+from tests.integration.test_serve_elsewhere import Engine
+from tests.native import own_cache
+from tests.waiting import wait_for
+
+BUDGET, TOKENS = 6000, 60
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "The list is", "min_tokens": TOKENS, "max_tokens": TOKENS, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with pytest.MonkeyPatch.context() as patch:
+        own_cache(patch, folder / "cache")
+        bundle = build_float(tiny_graph(), folder / "tiny", 32).folder
+    (folder / "engine.key").write_text("c" * 64)
+    found = [Engine(folder, folder / "engine.key") for _ in range(2)]
+    for engine in found:
+        engine.start(bundle)
+    listed = {"engines": [engine.address for engine in found], "key": "engine.key"}
+    (folder / "fleet.yaml").write_text(yaml.safe_dump(listed))
+    yield found
+    for engine in found:
+        assert engine.stop() == 0
+
+
+class Gateways:
+    """Two that share limits and the database of usage records. ``keys``: secrets by name."""
+
+    def __init__(self, engines: list[Engine], folder: Path) -> None:
+        self._listed, self.folder, self.keys = str(engines[0].folder / "fleet.yaml"), folder, dict[str, str]()
+        entries: list[dict[str, Any]] = []
+        for name, limits in (("plain", {}), ("poor", {"token_budget": BUDGET}), ("slow", {"requests_per_minute": 20})):
+            self.keys[name], digest = new_key()
+            entries.append({"name": name, "hash": digest, **limits})
+        (folder / "keys.yaml").write_text(yaml.safe_dump({"keys": entries}))
+        self._stack = ExitStack()
+        self.running = [self.start(place) for place in range(2)]
+
+    def start(self, place: int) -> Running:
+        databases = [f"--{name}-database=sqlite:///{self.folder}/{name}.db" for name in ("usage", "limits")]
+        options = ["--keys-file", str(self.folder / "keys.yaml"), "--served-model-name", "tiny", *databases]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(self.folder / "cache")}
+        journal = f"--usage-journal={self.folder}/journal-{place}"
+        served = command.served(
+            self._listed, *options, journal, variables=variables, folder=self.folder, command="gateway"
+        )
+        return self._stack.enter_context(served)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def ask(self, place: int, key: str, **more: Any) -> httpx2.Response:
+        url, header = f"{self.running[place].url}/v1/completions", {"authorization": f"Bearer {self.keys[key]}"}
+        return httpx2.post(url, json=BODY | more, headers=header, timeout=60)
+
+    def replicas(self, place: int) -> list[dict[str, Any]]:
+        header = {"authorization": f"Bearer {self.keys['plain']}"}
+        found: list[dict[str, Any]] = httpx2.get(f"{self.running[place].url}/fleet", headers=header).json()["replicas"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def gateways(engines: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    found = Gateways(engines, tmp_path_factory.mktemp("gateways"))
+    try:
+        for place in range(2):
+            wait_for(lambda place=place: all(one["state"] == "ready" for one in found.replicas(place)))
+        yield found
+    finally:
+        found.close()
+
+
+def records(gateways: Gateways) -> list[tuple[str, str, str, int]]:
+    """Client's id, key, finish reason, and tokens."""
+    connection = sqlite3.connect(gateways.folder / "usage.db", timeout=30)
+    query = "SELECT request_id, key, finish_reason, prompt_tokens + completion_tokens FROM usage"
+    found = connection.execute(query).fetchall()
+    connection.close()
+    return found
+
+
+def test_a_budget_holds_over_both(gateways: Gateways) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda number: gateways.ask(number % 2, "poor"), range(200)))
+    counts = {status: sum(one.status_code == status for one in answers) for status in (200, 429)}
+    assert sum(counts.values()) == 200 and counts[429]
+    assert {one.json()["error"]["code"] for one in answers if one.status_code == 429} == {"insufficient_quota"}
+    used = sum(one.json()["usage"]["total_tokens"] for one in answers if one.status_code == 200)
+    assert BUDGET - 8 * 2 * TOKENS < used <= BUDGET, "what was reserved for requests that ran may have been refused"
+    wait_for(lambda: sum(tokens for _, key, _, tokens in records(gateways) if key == "poor") == used)
+
+
+def test_a_rate_holds_over_both(gateways: Gateways) -> None:
+    answers = [gateways.ask(number % 2, "slow", max_tokens=1, min_tokens=1) for number in range(30)]
+    admitted = [one for one in answers if one.status_code == 200]
+    refused = [one for one in answers if one.status_code == 429]
+    assert len(admitted) + len(refused) == 30 and refused
+    seconds = sum(one.elapsed.total_seconds() for one in answers)
+    # From a full bucket of 20, and one every three seconds; one gateway may hold the last one for a moment.
+    assert 19 <= len(admitted) <= 20 + seconds / 3
+    assert all(int(one.headers["retry-after-ms"]) > 0 for one in refused)
+    assert {one.headers["x-ratelimit-limit-requests"] for one in answers} == {"20"}
+
+
+def test_a_gateway_that_is_killed_takes_nothing_with_it(gateways: Gateways) -> None:
+    """Each client asks one gateway, and the other one when that fails. Each request is recorded once."""
+
+    def client(number: int) -> tuple[int, list[str]]:
+        place, failures, wanted = number % 2, 0, list[str]()
+        for _ in range(25):
+            try:
+                answer = gateways.ask(place, "plain", n=2)
+            except httpx2.HTTPError:
+                failures += 1
+                place = 1 - place
+                answer = gateways.ask(place, "plain", n=2)
+            assert answer.status_code == 200
+            wanted.append(answer.headers["x-request-id"])
+            texts.add(tuple(choice["text"] for choice in answer.json()["choices"]))
+        return failures, wanted
+
+    texts = set[tuple[str, ...]]()
+    before = len(records(gateways))
+    with ThreadPoolExecutor(12) as pool:
+        clients = [pool.submit(client, number) for number in range(12)]
+        wait_for(lambda: sum(one["running"] for one in gateways.replicas(1)) >= 8)
+        gateways.running[0].process.kill()
+        found = [one.result() for one in clients]
+    assert [failures for failures, _ in found[1::2]] == [0] * 6, "clients of the gateway that lives saw nothing"
+    assert [failures for failures, _ in found[0::2]] == [1] * 6
+    assert len(texts) == 1
+    wait_for(lambda: sum(one["running"] for one in gateways.replicas(1)) == 0)  # also those of the dead one
+    gateways.running[0].process.wait()
+    gateways.running[0] = gateways.start(0)  # replays its journal
+    answered = {id for _, wanted in found for id in wanted}
+    wait_for(lambda: len(records(gateways)) >= before + 12 * 25 + 1)
+    mine = records(gateways)[before:]
+    ids = [id for id, *_ in mine]
+    assert len(set(ids)) == len(ids) and answered <= set(ids)
+    assert {reason for id, _, reason, _ in mine if id in answered} == {"length"}
+    # A request that was cut is recorded as far as it was known; one that had been answered, whole.
+    assert {reason for id, _, reason, _ in mine if id not in answered} <= {"interrupted", "length"}
+
+
+def test_a_gateway_that_drains_ends_its_requests_and_no_others(gateways: Gateways) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(gateways.ask, number % 2, "plain", n=4) for number in range(8)]
+        wait_for(lambda: sum(one["requests"] for one in gateways.replicas(0)) > 0)
+        gateways.running[0].process.send_signal(signal.SIGTERM)
+        statuses = [one.result().status_code for one in running]
+    assert gateways.running[0].process.wait(60) == 0
+    assert statuses[1::2] == [200] * 4 and set(statuses[0::2]) <= {200, 503}
+    assert gateways.ask(1, "plain").status_code == 200

@@ -1,0 +1,232 @@
+"""Where engines are found besides the file: a table that they write, and the API of Kubernetes."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from pipeline.cli.gateway import find_engines
+from runtime.gateway.fleet import table_discovery
+from runtime.gateway.fleet.discovery import DiscoveryError, FleetFile, FleetFileError, KubernetesService
+from runtime.gateway.fleet.kubernetes_discovery import KubernetesDiscovery
+from runtime.gateway.fleet.table_discovery import TableDiscovery
+from runtime.wire import engine_table
+from runtime.wire.engine_table import Announcement, EngineTable
+from tapeout.errors import SignatureError, TapeoutError
+from tests.postgres import running_postgres
+from tests.waiting import wait_for
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    found = tmp_path / "engine.key"
+    found.write_bytes(KEY)
+    return found
+
+
+class LocalTime:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(table_discovery, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> LocalTime:
+    return LocalTime(monkeypatch)
+
+
+def age(url: str, seconds: float) -> None:
+    """As a step of the database's clock does, or time in which nobody could write."""
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE engines SET seen_at = seen_at - :seconds"), {"seconds": seconds})
+    engine.dispose()
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_an_engine_is_listed_from_its_first_word_to_its_last(
+    database: str, tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_table, "BEAT_SECONDS", 0.05)
+    with running_postgres() if database == "postgres" else nullcontext() as server:
+        url = server.url if server else f"sqlite:///{tmp_path}/fleet.db"
+        found = TableDiscovery(url, key)
+        assert found.read() == ((), KEY)
+        with Announcement(url, "tcp:10.0.0.2:7000") as second, Announcement(url, "tcp:10.0.0.1:7000") as first:
+            assert found.read().engines == (), "nothing is written before an engine is open"
+            first.publish("d" * 64, "x86-64-v3")
+            second.publish("d" * 64, "x86-64-v3")
+            wait_for(lambda: found.read().engines == ("tcp:10.0.0.1:7000", "tcp:10.0.0.2:7000"))
+            (row, _) = EngineTable(url).read()
+            assert (row.digest, row.level) == ("d" * 64, "x86-64-v3") and row.age < 5
+            first.publish("e" * 64, "x86-64-v4")
+            wait_for(lambda: EngineTable(url).read()[0].digest == "e" * 64)
+            age(url, 1000)
+            wait_for(lambda: EngineTable(url).read()[0].age < 10)
+        assert found.read().engines == ()
+
+
+def test_an_engine_that_died_leaves_the_list(tmp_path: Path, key: Path, local: LocalTime) -> None:
+    url = f"sqlite:///{tmp_path}/fleet.db"
+    table, found = EngineTable(url), TableDiscovery(url, key)
+    table.write("tcp:h:1", "d", "l")
+    assert found.read().engines == ("tcp:h:1",)
+    age(url, 11)
+    assert TableDiscovery(url, key).read().engines == (), "whoever starts now does not know it"
+    local.now += 1
+    assert found.read().engines == ("tcp:h:1",)
+    local.now += 10
+    assert found.read().engines == ()
+    local.now += 1
+    assert found.read().engines == ()
+
+
+def test_a_database_that_was_away_and_a_step_of_its_clock_take_no_engine(
+    tmp_path: Path, key: Path, local: LocalTime
+) -> None:
+    url = f"sqlite:///{tmp_path}/fleet.db"
+    table, found = EngineTable(url), TableDiscovery(url, key)
+    table.write("tcp:h:1", "d", "l")
+    assert found.read().engines == ("tcp:h:1",)
+    for step in (3600, -3600, 60):  # of ages
+        local.now += 60  # in which nobody could read or write
+        age(url, step)
+        assert found.read().engines == ("tcp:h:1",)
+        local.now += 1
+        table.write("tcp:h:1", "d", "l")
+        assert found.read().engines == ("tcp:h:1",)
+
+
+def test_a_database_that_is_away_is_said_and_addresses_need_a_key(tmp_path: Path, key: Path) -> None:
+    with pytest.raises(DiscoveryError, match="cannot be read"):
+        TableDiscovery(f"sqlite:///{tmp_path}/no/such/folder.db", key).read()
+    with pytest.raises(TapeoutError, match="cannot be opened"):
+        TableDiscovery("nonsense", key)
+    url = f"sqlite:///{tmp_path}/fleet.db"
+    EngineTable(url).write("tcp:h:1", "d", "l")
+    with pytest.raises(SignatureError, match="without a key"):
+        TableDiscovery(url, None).read()
+
+
+def test_a_file_names_one_source(tmp_path: Path, key: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    for text, kind in (
+        ("table: sqlite:///x.db\nkey: engine.key", TableDiscovery),
+        ("kubernetes: {service: engines}\nkey: engine.key", KubernetesDiscovery),
+    ):
+        path.write_text(text)
+        assert isinstance(find_engines(path, FleetFile.read(path)), kind)
+    for wrong in ("key: engine.key", "engines: [unix:/a]\ntable: sqlite:///x.db", "kubernetes: {port: engine}"):
+        path.write_text(wrong)
+        with pytest.raises(FleetFileError):
+            FleetFile.read(path)
+
+
+class ApiServer:
+    """Answers for endpoint slices as the API of Kubernetes does, over TLS. ``asked``: path and token of requests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.slices: Any = []
+        self.status, self.asked = 200, list[tuple[str, str | None]]()
+        certificate = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=k"]
+        names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "ca.crt"]
+        subprocess.run([*certificate, *names], cwd=folder, check=True, capture_output=True)
+        (folder / "token").write_text("a-token\n")
+        (folder / "namespace").write_text("models")
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.asked.append((self.path, self.headers["authorization"]))
+                body = {"kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1", "items": outer.slices}
+                text = json.dumps(body if outer.status == 200 else {"kind": "Status", "code": outer.status}).encode()
+                self.send_response(outer.status)
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "ca.crt", folder / "key.pem")
+        self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    folder = tmp_path / "account"
+    folder.mkdir()
+    found = ApiServer(folder)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(found.server.server_address[1]))
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+def endpoints(*pods: tuple[str, dict[str, bool] | None], ports: Any = ({"name": "engine", "port": 7000},)) -> Any:
+    """As kube-controller-manager writes them."""
+    listed = [
+        {"addresses": [ip], "targetRef": {"kind": "Pod"}} | ({} if conditions is None else {"conditions": conditions})
+        for ip, conditions in pods
+    ]
+    return {"addressType": "IPv4", "endpoints": listed or None, "ports": list(ports) or None, "metadata": {"name": "e"}}
+
+
+def test_the_ready_pods_of_a_service_are_listed(api: ApiServer, tmp_path: Path, key: Path) -> None:
+    found = KubernetesDiscovery(KubernetesService(service="engines"), key, tmp_path / "account")
+    going = {"ready": False, "serving": True, "terminating": True}
+    more = ({"name": "metrics", "port": 9000}, {"name": "engine", "port": 7001})
+    api.slices = [
+        endpoints(("10.1.0.2", {"ready": True}), ("10.1.0.3", {"ready": False}), ("10.1.0.1", None)),
+        endpoints(("10.1.0.4", going), ("10.1.0.5", {"ready": True}), ports=more),
+        endpoints(),
+        endpoints(("10.1.0.6", {"ready": True}), ports=()),
+    ]
+    assert found.read() == (("tcp:10.1.0.1:7000", "tcp:10.1.0.2:7000", "tcp:10.1.0.5:7001"), KEY)
+    assert api.asked == [
+        (
+            "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices"
+            "?labelSelector=kubernetes.io/service-name%3Dengines",
+            "Bearer a-token",
+        )
+    ]
+    api.slices = []
+    (tmp_path / "account" / "token").write_text("another")
+    assert found.read().engines == () and api.asked[-1][1] == "Bearer another"
+
+
+def test_what_the_api_refuses_is_said(
+    api: ApiServer, tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = KubernetesDiscovery(KubernetesService(service="engines", namespace="a"), key, tmp_path / "account")
+    api.status = 403
+    with pytest.raises(DiscoveryError, match="403"):
+        found.read()
+    api.status, api.slices = 200, [{"endpoints": 7}]
+    with pytest.raises(DiscoveryError, match="endpoints"):
+        found.read()
+    other = tmp_path / "other"
+    other.mkdir()
+    ApiServer(other).server.server_close()
+    (tmp_path / "account" / "ca.crt").write_bytes((other / "ca.crt").read_bytes())
+    with pytest.raises(DiscoveryError, match="CERTIFICATE"):
+        found.read()
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    with pytest.raises(DiscoveryError, match="KUBERNETES_SERVICE_HOST"):
+        found.read()

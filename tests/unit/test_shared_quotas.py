@@ -1,0 +1,95 @@
+"""A key whose limits are shared is told the same as one whose limits are counted here."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.gateway.accounts.keys import ApiKey, KeyQuota, Keys, Quota
+from runtime.gateway.accounts.shared_quotas import SharedQuotas
+from runtime.gateway.operations.operations import Operations, OperationsSettings
+from runtime.gateway.protocol.calls import Call
+from runtime.gateway.protocol.errors import ApiError
+from tests.serving_client import LocalClient
+
+
+def key(**limits: int) -> ApiKey:
+    return ApiKey(name="k", hash="0" * 64, **limits)
+
+
+async def told(quota: Quota, tokens: list[int]) -> list[Any]:
+    """Of each request: None if it was admitted, else status, code, whether to come again, and how."""
+    found: list[Any] = []
+    for amount in tokens:
+        await quota.prepare(amount)
+        try:
+            quota.admit(amount).settle(amount)
+            found.append(None)
+        except ApiError as error:
+            found.append((error.status, error.code, *sorted(error.headers)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens"),
+    [
+        ({"requests_per_minute": 5}, [1] * 8),
+        ({"tokens_per_minute": 100}, [60, 101, 30, 30, 10, 10]),
+        ({"token_budget": 100}, [60, 101, 50, 40, 1]),
+        ({"requests_per_minute": 3, "tokens_per_minute": 50, "token_budget": 60}, [50, 1, 60, 61, 51]),
+        ({}, [10**9] * 3),
+    ],
+)
+def test_what_is_admitted_and_refused_is_the_same(limits: dict[str, int], tokens: list[int], tmp_path: Path) -> None:
+    async def both() -> None:
+        shared = SharedQuotas(f"sqlite:///{tmp_path}/limits.db")
+        quotas = KeyQuota(key(**limits)), shared.quota(key(**limits), 0)
+        alone, leased = [await told(quota, tokens) for quota in quotas]
+        assert leased == alone and (None in alone)
+        assert quotas[1].headers().keys() == quotas[0].headers().keys()
+
+    asyncio.run(both())
+
+
+def test_changed_limits_apply_and_what_was_used_of_the_budget_stays(tmp_path: Path) -> None:
+    async def use() -> None:
+        shared = SharedQuotas(f"sqlite:///{tmp_path}/limits.db")
+        quota = shared.quota(key(), 0)
+        assert await told(quota, [70] * 2) == [None] * 2  # counted, though nothing limits it
+        quota.change(key(token_budget=200, requests_per_minute=2))
+        found = await told(quota, [50, 50, 10, 1])
+        assert [one and one[1] for one in found] == [None, "insufficient_quota", None, "insufficient_quota"]
+        quota.change(key(token_budget=1000))
+        assert await told(quota, [500, 500]) == [None, (429, "insufficient_quota", "x-should-retry")]
+
+    asyncio.run(use())
+
+
+def test_a_call_prepares_reserves_and_gives_back(tmp_path: Path) -> None:
+    async def use() -> None:
+        shared = SharedQuotas(f"sqlite:///{tmp_path}/limits.db")
+        keys = Keys(["secret"], quota=shared.quota)
+        known = keys.authenticate("Bearer secret").model_copy(update={"token_budget": 100})
+        keys._take([known])  # pyright: ignore[reportPrivateUsage]
+        calls = [Call(str(number), "r", "x", "m", "b", known.caller, False, [[1] * 40], 1, 20) for number in range(3)]
+        await keys.prepare(calls[0])
+        keys.admit(calls[0])
+        await keys.prepare(calls[1])
+        with pytest.raises(ApiError, match="60 are reserved"):
+            keys.admit(calls[1])
+        calls[0].completion_tokens = 1
+        keys.ended(calls[0])
+        await keys.prepare(calls[2])
+        with pytest.raises(ApiError, match="has used 41 of its budget of 100"):
+            keys.admit(calls[2])
+
+    asyncio.run(use())
+
+
+def test_a_budget_is_counted_where_limits_are_shared(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text(f'keys: [{{name: k, hash: "{"0" * 64}", token_budget: 5}}]')
+    settings = OperationsSettings(keys_file=tmp_path / "keys.yaml", limits_database=f"sqlite:///{tmp_path}/limits.db")
+    Operations(LocalClient(), "m", settings).close()
