@@ -10,11 +10,13 @@ from typing import Annotated
 
 import typer
 
+from pipeline.cli.panels import fleet
 from pipeline.cli.serve_options import ApprovalOptions, EngineOptions, HttpOptions, ServeOptions
 from pipeline.cli.shared import EngineKey, Json, JudgeBy, PublicKey, show, with_options
 
 commands = typer.Typer()
 on_panel = partial(commands.command, rich_help_panel="Use an engine")
+commands.add_typer(fleet.commands, name="fleet", rich_help_panel="Use an engine")
 # Of `tapeout serve`: what is said to the engine's own command where the engine runs elsewhere.
 OF_THE_ENGINE = (
     *(
