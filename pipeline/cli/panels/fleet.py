@@ -12,4 +12,7 @@ commands.add_typer(release.commands)
 
 @commands.callback()
 def fleet() -> None:
-    """Many engines and gateways on one machine or several (docs/fleet.md)."""
+    """Many engines and gateways on one machine or several (docs/fleet.md).
+
+    Example: `tapeout fleet release fleet.yaml models:/smollm2/7 --gateway http://localhost:8000`
+    """
