@@ -381,7 +381,10 @@ class FleetClient:
         """
         if replica.suspected and replica.connection is not None:
             for flight in list(self._flights):
-                if flight.replica is replica and flight.stream is not None and self._candidates(flight, {replica}):
+                if flight.replica is not replica or flight.stream is None:
+                    continue
+                moves = not flight.answered or replica.connection.resumes(flight.request)
+                if moves and self._candidates(flight, {replica}):
                     replica.connection.give_up(
                         flight.stream, _ElsewhereError(f"the engine at {replica.address} is silent")
                     )
@@ -405,13 +408,9 @@ class FleetClient:
                     remedy="start it with that bundle, or change bundles with `tapeout fleet release`",
                 )
             if info.digest not in self._infos:
-                self._infos[info.digest] = info
-                try:
-                    if self._opened is not None:
-                        await self._opened(engine)
-                except BaseException:
-                    del self._infos[info.digest]
-                    raise
+                if self._opened is not None:
+                    await self._opened(engine)
+                self._infos[info.digest] = info  # not before: conversations may get it from now on
             for gone in self._infos.keys() - self.bundles.keys():
                 del self._infos[gone]
 
