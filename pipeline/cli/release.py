@@ -48,7 +48,7 @@ class ReleaseOptions:
     """``share``: of the conversations that the canary gets. ``least_ready``: engines that stay ready, None: all but
     one. ``canary_seconds``: until an undecided canary ends the command. ``drain_seconds``: that an engine has to end
     its requests, before they go on elsewhere; ``open_seconds``: to open a bundle and to get requests. ``shadow``:
-    folder of a test of both bundles.
+    folder of a test of both bundles. ``api_key``: that the gateways take.
     """
 
     share: float = 0.05
@@ -57,14 +57,15 @@ class ReleaseOptions:
     drain_seconds: float = 30.0
     open_seconds: float = 600.0
     shadow: Path | None = None
+    api_key: str = ""
     bounds: CanaryBounds = field(default_factory=CanaryBounds)
 
 
 class Gateways:
     """What all of them say together. :class:`ReleaseError` where one does not answer: it may see another fleet."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._urls = urls
+    def __init__(self, urls: Sequence[str], api_key: str) -> None:
+        self._urls, self._headers = urls, {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def ready(self) -> dict[str, str]:
         """Digests by address, of the engines that all of them see ready with it."""
@@ -85,7 +86,7 @@ class Gateways:
         answers: list[Any] = []
         for url in self._urls:
             try:
-                answer = requests.get(f"{url.rstrip('/')}/fleet", timeout=ASK_SECONDS)
+                answer = requests.get(f"{url.rstrip('/')}/fleet", headers=self._headers, timeout=ASK_SECONDS)
                 answer.raise_for_status()
                 answers.append(answer.json())
             except (requests.RequestException, ValueError) as error:
@@ -101,7 +102,7 @@ class FleetRelease:
     """A change of one fleet. ``fleet``: the file with its engines."""
 
     def __init__(self, fleet: Path, gateways: Sequence[str], options: ReleaseOptions) -> None:
-        self._path, self._options, self._gateways = plan_path(fleet), options, Gateways(gateways)
+        self._path, self._options, self._gateways = plan_path(fleet), options, Gateways(gateways, options.api_key)
         self._listing = StaticFile(fleet).read()
         engines = len(self._listing.engines)
         self._least = engines - 1 if options.least_ready is None else options.least_ready

@@ -17,6 +17,9 @@ GatewayUrls = Annotated[
 LeastReady = Annotated[
     int | None, typer.Option(min=0, help="Engines that stay ready at any time; by default all but one.")
 ]
+ApiKey = Annotated[
+    str, typer.Option(help="That the gateways take, where they want one.", envvar="TAPEOUT_API_KEY", show_envvar=True)
+]
 Drain = Annotated[
     float, typer.Option(min=0, help="Seconds that an engine has to end its requests; then they go on elsewhere.")
 ]
@@ -45,6 +48,7 @@ def release(
     shadow_log: Annotated[
         Path | None, typer.Option(help="Folder of a shadow test of both bundles, which must pass as well.")
     ] = None,
+    api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
     """Give every engine another bundle, one at a time, if a canary shows it to be sound: 0 PASS, 1 FAIL, 3 undecided.
@@ -63,6 +67,7 @@ def release(
         canary_seconds=canary_seconds,
         drain_seconds=drain_seconds,
         shadow=shadow_log,
+        api_key=api_key,
         bounds=bounds,
     )
     verdict, code = command.run(file, source, gateway, options)
@@ -77,6 +82,7 @@ def rollback(
     to: Annotated[str, typer.Option(help="The bundle; by default each engine opens what it had before.")] = "",
     least_ready: LeastReady = None,
     drain_seconds: Drain = 10.0,
+    api_key: ApiKey = "",
 ) -> None:
     """Give every engine the stable bundle again, or after a release the one before. New conversations get it at once.
 
@@ -84,5 +90,5 @@ def rollback(
     """
     from pipeline.cli import release as command
 
-    options = command.ReleaseOptions(least_ready=least_ready, drain_seconds=drain_seconds)
+    options = command.ReleaseOptions(least_ready=least_ready, drain_seconds=drain_seconds, api_key=api_key)
     command.run_rollback(file, to, gateway, options)
