@@ -41,7 +41,16 @@ class FreeEngine:
     def level_of(self, id: str) -> str:
         return ""
 
-    async def generate(self, request: Any, age: float = 0.0, session: str = "") -> AsyncGenerator[Any]:
+    def info_for(self, opening: bytes) -> Any:
+        return self.info
+
+    @property
+    def bundles(self) -> dict[str, Any]:
+        return {self.info.digest: self.info}
+
+    async def generate(
+        self, request: Any, age: float = 0.0, session: str = "", digest: str = ""
+    ) -> AsyncGenerator[Any]:
         from runtime.wire.messages import Delta
 
         if self._clock is None:

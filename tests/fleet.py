@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from runtime.gateway.fleet.client import FleetClient
-from runtime.gateway.fleet.discovery import StaticFile
+from runtime.gateway.fleet.discovery import FromFile
 from runtime.gateway.fleet.replica import Patience
 from runtime.gateway.routing.choice import EngineOption, ranked
 from tests.forked_engines import ForkedEngine
@@ -37,7 +37,7 @@ async def connected(
     folder: Path, engines: Sequence[ListeningEngine | ForkedEngine], patience: Patience = PATIENCE
 ) -> AsyncGenerator[FleetClient]:
     listed = write_list(folder, [engine.address for engine in engines])
-    client = FleetClient(StaticFile(listed), folder / "cache", patience=patience)
+    client = FleetClient(FromFile(listed), folder / "cache", patience=patience)
     try:
         await client.open()
         yield client

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from pipeline.cli.engine import serve
 from runtime.engine import worker
 from runtime.wire.address import Address, read_key
 from runtime.wire.limits import Limits
 from runtime.wire.start import Start
+from tapeout.errors import ArtifactError
 from tests.faulty_engine import Faulty, open_faulty
 
 ROOT = Path(__file__).parents[1]
 KEY = b"0123456789abcdef0123456789abcdef"
+UNJUDGED = "unjudged"  # a source that may not be served
 
 
 class ListeningEngine:
@@ -51,7 +56,15 @@ def main() -> None:
     if not address.path:
         address = Address(*listener.getsockname()[:2])
     print(address, flush=True)
-    worker.listen(Start.decode(sys.argv[3]), listener, key, open_faulty)
+    first = Start.decode(sys.argv[3])
+
+    def start(source: str) -> Start:
+        """What may not be served here raises, as ``tapeout engine`` does."""
+        if source == UNJUDGED:
+            raise ArtifactError("it has no evidence for this level", expected="a PASS")
+        return replace(first, bundle=source)
+
+    serve(first, start, partial(worker.listen, listener=listener, key=key, opener=open_faulty))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from time import monotonic
@@ -58,7 +58,16 @@ class LocalClient:
     def ready(self) -> bool:
         return not (self.draining or self.down)
 
-    async def generate(self, request: GenerateRequest, age: float = 0.0, session: str = "") -> AsyncGenerator[Delta]:
+    @property
+    def bundles(self) -> Mapping[str, EngineInfo]:
+        return {self.info.digest: self.info}
+
+    def info_for(self, opening: bytes) -> EngineInfo:
+        return self.info
+
+    async def generate(
+        self, request: GenerateRequest, age: float = 0.0, session: str = "", digest: str = ""
+    ) -> AsyncGenerator[Delta]:
         if not self.ready:
             raise EngineDownError("the engine takes no requests")
         self.sessions.append(session)

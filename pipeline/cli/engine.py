@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.cli.serve import approved_bundle, engine_limits, engine_settings
@@ -12,8 +15,9 @@ from runtime.engine import worker
 from runtime.engine.opening import Opened, open_bundle
 from runtime.wire.address import Address, read_key
 from runtime.wire.engine_table import Announcement
+from runtime.wire.messages import Reopen
 from runtime.wire.start import EngineSettings, Start
-from tapeout.errors import TapeoutError
+from tapeout.errors import TapeoutError, one_line
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
@@ -29,7 +33,10 @@ def run(
     register: str | None = None,
     advertise: str | None = None,
 ) -> None:
-    """``register``: the database with the table of engines. ``advertise``: what is written there, else ``address``."""
+    """Serve a bundle, and whichever one a server asks for after it, until SIGTERM or SIGINT.
+
+    ``register``: the database with the table of engines. ``advertise``: what is written there, else ``address``.
+    """
     required = approval.required
     settings = engine_settings(opening, required.public_key)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -41,14 +48,18 @@ def run(
             expected="--advertise tcp:HOST:PORT",
         )
     listener = place.listen(key)
-    folder, approved = approved_bundle(source, required)
-    limits = engine_limits(opening, approved, source, unsafe=required.unsafe)
-    start = Start(str(folder), replace(settings, level=approved.level), limits)
     if not place.path:
         place = Address(*listener.getsockname()[:2])
-    log.info("opening %s for servers that connect to %s", folder, place)
+
+    def start(source: str) -> Start:
+        folder, approved = approved_bundle(source, required)
+        limits = engine_limits(opening, approved, source, unsafe=required.unsafe)
+        log.info("opening %s for servers that connect to %s", folder, place)
+        return Start(str(folder), replace(settings, level=approved.level), limits)
+
+    listen = partial(worker.listen, listener=listener, key=key)
     if register is None:
-        worker.listen(start, listener, key)
+        serve(start(source), start, listen)
         return
     with Announcement(register, str(reached or place)) as announcement:
 
@@ -57,4 +68,23 @@ def run(
             announcement.publish(opened.info.digest, opened.info.level)
             return opened
 
-        worker.listen(start, listener, key, opener)
+        serve(start(source), start, partial(listen, opener=opener))
+
+
+def serve(first: Start, start: Callable[[str], Start], listen: Callable[..., Reopen | None]) -> None:
+    """``start``: of a source; it raises where that may not be served here. ``listen``: until another one is asked for.
+
+    Where that cannot be served, the bundle before is opened again.
+    """
+    serving, before, notice = first, first, ""
+    asked = listen(serving)
+    while asked is not None:
+        gc.collect()
+        try:
+            wanted = start(asked.source) if asked.source else before
+            asked = listen(wanted)
+            serving, before, notice = wanted, serving, ""
+        except (TapeoutError, OSError) as error:
+            notice = one_line(error, 300)
+            log.error("%s stays: %s", serving.bundle, notice)
+            asked = listen(serving, notice=notice)

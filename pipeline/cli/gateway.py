@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.cli.serve_http import answer, engine_files
 from pipeline.cli.serve_options import HttpOptions
 from runtime.gateway.fleet.client import FleetClient
-from runtime.gateway.fleet.discovery import Discovery, FleetFile, StaticFile
+from runtime.gateway.fleet.discovery import Discovery, FleetFile, FromFile
 from runtime.gateway.fleet.replica import Patience
 from runtime.gateway.fleet.scaling import FleetScaler
 from runtime.gateway.http.listen import listen
@@ -27,6 +27,11 @@ def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
 
 
 def find_engines(path: Path, fleet: FleetFile) -> Discovery:
+    return FromFile(path, find_source(fleet))
+
+
+def find_source(fleet: FleetFile) -> Discovery | None:
+    """Of engines that the file does not list."""
     if fleet.table is not None:
         from runtime.gateway.fleet.table_discovery import TableDiscovery
 
@@ -39,4 +44,4 @@ def find_engines(path: Path, fleet: FleetFile) -> Discovery:
         from runtime.fleet.ray_discovery import RayDiscovery
 
         return RayDiscovery(fleet.up, fleet.key)
-    return StaticFile(path)
+    return None

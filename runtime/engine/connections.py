@@ -1,7 +1,8 @@
 """The engine's ends of its connections. Commands of all servers come in; each server gets what concerns its requests.
 
 Nothing here waits for a server that has sent half a message. One that does not read its reports is given up after
-:data:`SEND_SECONDS`, except the process's own parent.
+:data:`SEND_SECONDS`, except the process's own parent. All of it belongs to the thread that steps, except
+:meth:`Connections.beat`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import logging
 import select
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
@@ -24,8 +27,11 @@ from runtime.wire.messages import (
     EngineInfo,
     EngineStats,
     FilePart,
+    Heartbeat,
+    Leaving,
     ReadFile,
     RefusedRequest,
+    Reopen,
     StepReport,
     WatchBlocks,
 )
@@ -36,6 +42,7 @@ SEND_SECONDS = 10.0  # that a server has to read a report
 GREETING_SECONDS = 5.0  # that it has to prove its key
 MOST_STRANGERS = 16  # connections that have not
 RECEIVE_BYTES = 1 << 18
+BEAT_SECONDS = 0.25  # without a report, after which servers hear that the engine's process runs
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +52,8 @@ class _ServerEnd:
         self.socket, self.since, self.answered = end, monotonic(), False
         self.watcher = RoutingWatcher()
         self._session = Session("engine", key)
+        self._sending = threading.Lock()  # frames are numbered, and must not mix
+        self._sent_at = monotonic()
         self._flush()
 
     @property
@@ -62,7 +71,31 @@ class _ServerEnd:
             self._flush()
 
     def send(self, message: Message) -> None:
-        self.socket.sendall(self._session.frame(message))
+        with self._sending:
+            self.socket.sendall(self._session.frame(message))
+            self._sent_at = monotonic()
+
+    def beat(self) -> None:
+        """From any thread. Nothing where a report is on its way or was just sent, or the server reads nothing."""
+        if monotonic() - self._sent_at < BEAT_SECONDS or not self._sending.acquire(blocking=False):
+            return
+        try:
+            room = select.poll()
+            room.register(self.socket, select.POLLOUT)
+            if any(event & select.POLLOUT for _, event in room.poll(0)):
+                frame = self._session.frame(Heartbeat())
+                if self.socket.send(frame) < len(frame):
+                    raise OSError("sent in part: no other frame can follow")
+                self._sent_at = monotonic()
+        except (OSError, ValueError):  # of a socket that is closed, too
+            with suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)  # the other thread finds its end, and drops it
+        finally:
+            self._sending.release()
+
+    def close(self) -> None:
+        with self._sending:
+            self.socket.close()
 
     def _flush(self) -> None:
         if self._session.outgoing:
@@ -92,6 +125,7 @@ class Connections:
         self._stats = EngineStats()
         self.answered = False  # a server has heard the answer
         self.quiet = False  # nothing came while the last receive waited
+        self.reopen: Reopen | None = None  # which a server has asked for
         self._arrived = select.poll()
         if listener is not None:
             listener.setblocking(False)
@@ -145,11 +179,16 @@ class Connections:
         for refusal in report.refusals:
             owners.pop(refusal.id, None)
 
+    def beat(self) -> None:
+        """From any thread, again and again: servers hear that the process runs where no step has ended for a while."""
+        for connection in list(self._open.values()):
+            if connection.answered:
+                connection.beat()
+
     def close(self) -> None:
+        """Of all servers. The listener stays its owner's."""
         for connection in list(self._open.values()):
             self._drop(connection)
-        if self._listener is not None:
-            self._listener.close()
 
     def _part_of(self, report: StepReport, connection: _ServerEnd) -> StepReport:
         owners = self._owners
@@ -169,6 +208,8 @@ class Connections:
                     connection.send(self._file_part(message))
                 elif isinstance(message, WatchBlocks):
                     connection.watcher.begin(message.turn)
+                elif isinstance(message, Reopen):
+                    self._leave(message)
                 elif isinstance(message, Close):
                     self._drop(connection)
                     return
@@ -177,8 +218,20 @@ class Connections:
             if connection.established and not connection.answered:
                 connection.send(self._answer)
                 connection.answered = self.answered = True
+                if self.reopen is not None:
+                    connection.send(Leaving())
         except (OSError, TapeoutError) as error:
             self._drop(connection, error)
+
+    def _leave(self, command: Reopen) -> None:
+        """Tell every server, once. An engine of a server's own belongs to that, which opens another one itself."""
+        if self._listener is None:
+            raise WireError("Reopen to an engine that does not listen", expected="a swap by its server")
+        if self.reopen is None:
+            self.reopen = command
+            for connection in list(self._open.values()):
+                if connection.answered:
+                    self._send(connection, Leaving())
 
     def _take(self, command: Add | Cancel, connection: _ServerEnd) -> bool:
         """Whether it is for the engine: no server touches the requests of another."""
@@ -243,7 +296,7 @@ class Connections:
         if error is not None:
             log.warning("the connection of a server is closed: %s", error)
         self._arrived.unregister(connection.socket)
-        connection.socket.close()
+        connection.close()
         mine = [id for id, owner in self._owners.items() if owner is connection]
         for id in mine:
             del self._owners[id]

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import select
 import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 
 from runtime.constraints.compiler import ConstraintCompiler
-from runtime.engine.connections import Connections
+from runtime.engine.connections import BEAT_SECONDS, Connections
 from runtime.engine.core import EngineCore
 from runtime.engine.opening import Opened, Opener, open_bundle
 from runtime.engine.sampling import BatchSampler
 from runtime.engine.shared_cores import SharedCores
 from runtime.wire.failures import Failure
-from runtime.wire.messages import Add, Cancel
+from runtime.wire.messages import Add, Cancel, Reopen
 from runtime.wire.start import Start
 from tapeout.cores import keep_to
 from tapeout.errors import RequestError, TapeoutError
@@ -60,16 +61,28 @@ def main(opener: Opener = open_bundle) -> None:
     _run(opened, start, cores, Connections(opened.info, opened.folder, ends=(end,)))
 
 
-def listen(start: Start, listener: socket.socket, key: bytes, opener: Opener = open_bundle) -> None:
+def listen(
+    start: Start, listener: socket.socket, key: bytes, opener: Opener = open_bundle, *, notice: str = ""
+) -> Reopen | None:
     """Open a bundle and serve whoever connects and has the same key, until SIGTERM or SIGINT.
 
+    Or until a server asks for another bundle, which is returned. ``notice``: see :class:`EngineInfo`.
     :class:`TapeoutError` if it cannot be opened.
     """
     opened = opener(Path(start.bundle), start.settings)
+    opened = opened._replace(info=replace(opened.info, notice=notice))
     connections = Connections(opened.info, opened.folder, listener=listener, key=key)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with suppress(KeyboardInterrupt):
+    ended = threading.Event()
+    threading.Thread(target=_beat, args=(connections, ended), name="heartbeat", daemon=True).start()
+    try:
         _run(opened, start, SharedCores(threads=0), connections)
+    except KeyboardInterrupt:
+        return None
+    finally:
+        ended.set()
+        gc.unfreeze()  # what is left of the engine can be collected before another one opens
+    return connections.reopen
 
 
 def _run(opened: Opened, start: Start, cores: SharedCores, connections: Connections) -> None:
@@ -87,15 +100,22 @@ def _run(opened: Opened, start: Start, cores: SharedCores, connections: Connecti
 
 
 def serve(connections: Connections, core: EngineCore, compiler: ConstraintCompiler | None, cores: SharedCores) -> None:
-    """While there are connections. ``compiler``: is loaded once nobody has asked for anything for a while."""
-    loaded = compiler is None
+    """While there are connections. ``compiler``: is loaded once nobody has asked for anything for a while.
+
+    An engine that is asked to open another bundle first ends its requests, as long as it was given for that.
+    """
+    loaded, leave_at = compiler is None, math.inf
     while not connections.ended:
+        if connections.reopen is not None:
+            leave_at = min(leave_at, time.monotonic() + connections.reopen.drain_seconds)
+            if time.monotonic() >= leave_at or (connections.quiet and not core.busy):
+                return  # quiet: what servers had sent before they heard of it has come
         while not core.busy and not connections.waiting() and core.prepare():
             pass
         for command in connections.receive(0 if core.busy or connections.behind else IDLE_MS):
             match command:
                 case Add():
-                    core.add(command.request, monotonic() - command.age)
+                    core.add(command.request, time.monotonic() - command.age)
                 case Cancel():
                     core.cancel(command.id)
         if compiler is not None and connections.quiet and not (loaded or core.busy):
@@ -104,13 +124,19 @@ def serve(connections: Connections, core: EngineCore, compiler: ConstraintCompil
                 compiler.load()
             loaded = True
         if core.busy:
-            report = core.step(now := monotonic())
+            report = core.step(now := time.monotonic())
             cores.stepped(now)
         else:
             report = core.report()
         connections.send(report, core.routing)
         if core.busy:
             core.prepare()
+
+
+def _beat(connections: Connections, ended: threading.Event) -> None:
+    """Steps and constraints are computed outside the interpreter's lock, so this goes on however long they take."""
+    while not ended.wait(BEAT_SECONDS):
+        connections.beat()
 
 
 def _give_way() -> None:

@@ -17,7 +17,10 @@ from runtime.wire.messages import (
     Command,
     EngineInfo,
     FilePart,
+    Heartbeat,
+    Leaving,
     ReadFile,
+    Reopen,
     StepReport,
     WatchBlocks,
 )
@@ -45,9 +48,12 @@ class Proof(msgspec.Struct, frozen=True, array_like=True):
     hmac: bytes
 
 
-Message = Hello | Proof | Failure | EngineInfo | StepReport | FilePart | Command
+Message = Hello | Proof | Failure | EngineInfo | StepReport | FilePart | Heartbeat | Leaving | Command
 # The byte that stands for a message is its place here.
-_MESSAGES = (Hello, Proof, Failure, EngineInfo, StepReport, FilePart, Add, Cancel, Close, ReadFile, WatchBlocks)
+_MESSAGES = (
+    *(Hello, Proof, Failure, EngineInfo, StepReport, FilePart, Add, Cancel, Close, ReadFile, WatchBlocks),
+    *(Heartbeat, Leaving, Reopen),
+)
 
 
 def _plain(value: Any) -> Any:

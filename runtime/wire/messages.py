@@ -148,6 +148,7 @@ class EngineInfo:
     server_cores: frozenset[int] = frozenset()  # see :mod:`runtime.engine.shared_cores`
     files: Mapping[str, str] = field(default_factory=dict[str, str])  # sha256 by name: of text files of the bundle
     level: str = ""  # of the processor, that the native kernels are built for; empty without such kernels
+    notice: str = ""  # why the bundle that it was last told to open is not open
 
 
 class EngineStats(NamedTuple):
@@ -265,6 +266,18 @@ class Close(NamedTuple):
     """The server takes its leave; requests that still run are lost."""
 
 
+class Reopen(NamedTuple):
+    """Tells an engine that listens to open another bundle, as whoever started it could.
+
+    ``source``: see `tapeout engine`; empty: the bundle that it had before this one. It says :class:`Leaving` to all its
+    servers, goes on until no request is left, or for ``drain_seconds``, and closes its connections. If the bundle may
+    not be served there, or does not open, it opens the old one again: :attr:`EngineInfo.notice` says why.
+    """
+
+    source: str
+    drain_seconds: Seconds
+
+
 class WatchBlocks(NamedTuple):
     """Asks for a :class:`RoutingReport` in each report from now on, the first of them with a full list.
 
@@ -289,5 +302,13 @@ class FilePart(NamedTuple):
     data: bytes
 
 
+class Leaving(NamedTuple):
+    """From an engine that is about to open another bundle: send new requests elsewhere where that is possible."""
+
+
+class Heartbeat(NamedTuple):
+    """From an engine that has sent nothing for a while: its process runs, whatever its step is busy with."""
+
+
 PART_BYTES = 1 << 20
-Command = Add | Cancel | Close | ReadFile | WatchBlocks
+Command = Add | Cancel | Close | ReadFile | Reopen | WatchBlocks

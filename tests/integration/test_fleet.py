@@ -151,6 +151,42 @@ def test_a_silent_engine_is_kept_while_there_is_no_other(start: Start, tmp_path:
     run(test())
 
 
+def test_a_long_step_is_no_silence(start: Start, tmp_path: Path) -> None:
+    """A prompt that takes three seconds. Planted: heartbeats from the thread that steps, or none."""
+
+    async def test() -> None:
+        engines = [start(Faulty(token_seconds=0.1)), start()]
+        session, seen = session_at(engines[0].address, [engine.address for engine in engines]), set[str]()
+        async with connected(tmp_path, engines) as client:
+            await until(lambda: all_ready(client))
+            running = asyncio.ensure_future(answer(client, GenerateRequest("a", [3] * 30, 5), session))
+            await until(lambda: client.statuses()[0].own == 1)
+            while not running.done():
+                seen.update(states(client))
+                await asyncio.sleep(0.02)
+            assert len((await running).tokens) == 5
+            assert seen == {"ready"} and not client.counts["resumptions"] + client.counts["retries"]
+
+    run(test())
+
+
+def test_an_engine_that_hangs_in_a_step_is_given_up_though_its_heart_beats(start: Start, tmp_path: Path) -> None:
+    """Planted: no bound for a step, or one that heartbeats put off."""
+
+    async def test() -> None:
+        engines = [start(Faulty(token_seconds=100.0)), start()]
+        session = session_at(engines[0].address, [engine.address for engine in engines])
+        async with connected(tmp_path, engines, Patience(step=1.0, stuck=2.0, open=20.0)) as client:
+            await until(lambda: all_ready(client))
+            running = asyncio.ensure_future(answer(client, request(0), session))
+            await until(lambda: client.statuses()[0].own == 1)
+            assert len((await running).tokens) == NEW and client.counts["retries"] == 1
+            await until(lambda: states(client) == ["open", "ready"])
+            assert "has ended no step" in client.statuses()[0].why
+
+    run(test())
+
+
 def test_an_engine_that_is_stuck_is_given_up(start: Start, tmp_path: Path) -> None:
     async def test() -> None:
         engine = start()

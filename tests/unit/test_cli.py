@@ -43,6 +43,7 @@ COMMANDS = [
     "serve",
     "engine",
     "gateway",
+    "fleet",
     "keys",
     "usage",
     "gate",

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from pipeline.cli.gateway import find_engines
+from pipeline.cli.gateway import find_engines, find_source
 from runtime.gateway.fleet import table_discovery
-from runtime.gateway.fleet.discovery import DiscoveryError, FleetFile, FleetFileError, KubernetesService
+from runtime.gateway.fleet.discovery import DiscoveryError, FleetFile, FleetFileError, KubernetesService, Listing
 from runtime.gateway.fleet.kubernetes_discovery import KubernetesDiscovery
+from runtime.gateway.fleet.release import ReleasePlan, plan_path
 from runtime.gateway.fleet.table_discovery import TableDiscovery
 from runtime.wire import engine_table
 from runtime.wire.engine_table import Announcement, EngineTable
@@ -63,7 +64,7 @@ def test_an_engine_is_listed_from_its_first_word_to_its_last(
     with running_postgres() if database == "postgres" else nullcontext() as server:
         url = server.url if server else f"sqlite:///{tmp_path}/fleet.db"
         found = TableDiscovery(url, key)
-        assert found.read() == ((), KEY)
+        assert found.read() == Listing((), KEY)
         with Announcement(url, "tcp:10.0.0.2:7000") as second, Announcement(url, "tcp:10.0.0.1:7000") as first:
             assert found.read().engines == (), "nothing is written before an engine is open"
             first.publish("d" * 64, "x86-64-v3")
@@ -127,7 +128,7 @@ def test_a_file_names_one_source(tmp_path: Path, key: Path) -> None:
         ("kubernetes: {service: engines}\nkey: engine.key", KubernetesDiscovery),
     ):
         path.write_text(text)
-        assert isinstance(find_engines(path, FleetFile.read(path)), kind)
+        assert isinstance(find_source(FleetFile.read(path)), kind)
     for wrong in ("key: engine.key", "engines: [unix:/a]\ntable: sqlite:///x.db", "kubernetes: {port: engine}"):
         path.write_text(wrong)
         with pytest.raises(FleetFileError):
@@ -198,7 +199,7 @@ def test_the_ready_pods_of_a_service_are_listed(api: ApiServer, tmp_path: Path, 
         endpoints(),
         endpoints(("10.1.0.6", {"ready": True}), ports=()),
     ]
-    assert found.read() == (("tcp:10.1.0.1:7000", "tcp:10.1.0.2:7000", "tcp:10.1.0.5:7001"), KEY)
+    assert found.read() == Listing(("tcp:10.1.0.1:7000", "tcp:10.1.0.2:7000", "tcp:10.1.0.5:7001"), KEY)
     assert api.asked == [
         (
             "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices"
@@ -230,3 +231,13 @@ def test_what_the_api_refuses_is_said(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
     with pytest.raises(DiscoveryError, match="KUBERNETES_SERVICE_HOST"):
         found.read()
+
+
+def test_engines_of_a_table_take_the_release_plan_and_external_servers_of_the_file(tmp_path: Path, key: Path) -> None:
+    url, path = f"sqlite:///{tmp_path}/fleet.db", tmp_path / "fleet.yaml"
+    EngineTable(url).write("tcp:h:1", "d", "l")
+    path.write_text(f"table: {url}\nkey: {key}\nexternal: [{{url: 'http://h/v1', model: m, text: t}}]")
+    ReleasePlan(stable="d" * 8, candidate="e" * 8, share=0.5, phase="canary").write(plan_path(path))
+    found = find_engines(path, FleetFile.read(path)).read()
+    assert found.engines == ("tcp:h:1",) and [server.url for server in found.external] == ["http://h/v1"]
+    assert found.plan is not None and (found.plan.stable, found.plan.share) == ("d" * 8, 0.5)

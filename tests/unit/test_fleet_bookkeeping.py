@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.gateway.fleet.discovery import FleetFileError, StaticFile
+from runtime.gateway.fleet.discovery import FleetFileError, FromFile
 from runtime.gateway.fleet.retries import LONGEST_PROBE_SECONDS, RetryBudget, probe_seconds
 from runtime.gateway.fleet.totals import COUNTERS, STATES, Totals
 from runtime.wire.messages import EngineStats
@@ -18,10 +18,10 @@ from tapeout.errors import SignatureError, TapeoutError
 KEY = b"k" * 32
 
 
-def fleet_file(folder: Path, text: str) -> StaticFile:
+def fleet_file(folder: Path, text: str) -> FromFile:
     (folder / "engine.key").write_bytes(KEY + b"\n")
     (folder / "fleet.yaml").write_text(text)
-    return StaticFile(folder / "fleet.yaml")
+    return FromFile(folder / "fleet.yaml")
 
 
 def test_a_list_has_each_engine_once_and_the_key_beside_it(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_what_is_no_list_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(FleetFileError, match="no list of engines"):
         fleet_file(tmp_path, text).read()
     with pytest.raises(FleetFileError):
-        StaticFile(tmp_path / "nowhere.yaml").read()
+        FromFile(tmp_path / "nowhere.yaml").read()
 
 
 def test_addresses_and_keys_are_checked(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import yaml
 from pipeline.cli.main import main
 from runtime.fleet.control import read_plan
 from runtime.fleet.replicas import WANTED, carry_out, resolved
-from runtime.gateway.fleet.discovery import FleetFile, FleetFileError, StaticFile
+from runtime.gateway.fleet.discovery import FleetFile, FleetFileError, FromFile
 
 UP = "key: engine.key\nup: {bundle: b, name: nowhere}\nscaling: {least: 2, most: 3}\n"
 
@@ -44,7 +44,7 @@ def test_a_file_that_says_too_little_or_too_much_is_refused(tmp_path: Path, text
 
 def test_a_list_that_becomes_a_plan_is_no_list_any_more(tmp_path: Path) -> None:
     with pytest.raises(FleetFileError, match="no `engines` any more"):
-        StaticFile(written(tmp_path)).read()
+        FromFile(written(tmp_path)).read()
 
 
 def test_what_replicas_get_is_of_the_cluster_and_has_absolute_paths(tmp_path: Path) -> None:

@@ -6,20 +6,28 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 from fastapi import FastAPI
 
+from runtime.gateway.fleet.client import ReplicaStatus
+from runtime.gateway.fleet.release import ReleasePlan
+from runtime.gateway.fleet.replica import ReplicaState
 from runtime.gateway.http.app import create_app
 from runtime.gateway.http.service import Service
+from runtime.gateway.operations.fleet import Fleet
 from runtime.gateway.operations.operations import Operations, OperationsSettings
 from runtime.gateway.operations.page import policy
 from runtime.gateway.text.chat_template import ChatTemplate
 from runtime.gateway.text.model import TextModel
+from runtime.wire.messages import EngineStats
 from tests.http_server import END, END_TOKEN, MODEL, TEMPLATE, VOCAB, byte_tokenizer, ids, listening
 from tests.serving_client import LocalClient, ScriptEngine
 
@@ -38,8 +46,8 @@ def client() -> LocalClient:
     return LocalClient(engine, stop_tokens=frozenset({END_TOKEN}))
 
 
-def application(client: LocalClient, settings: OperationsSettings) -> FastAPI:
-    operations = Operations(client, MODEL, settings)
+def application(client: LocalClient, settings: OperationsSettings, fleet: Fleet | None = None) -> FastAPI:
+    operations = Operations(client, MODEL, settings, fleet)
     extensions = operations.extensions
     digest = client.info.digest
     text = TextModel(digest, byte_tokenizer(), ChatTemplate(TEMPLATE, {}), special_texts={"eos_token": END})
@@ -135,6 +143,26 @@ def test_gauges_show_what_the_engine_reports(
     playwright.expect(page.locator("#slots")).to_have_text("3 of 16 slots of recurrent state, 9 kept for prefixes")
     client.healthy = False
     playwright.expect(page.locator("#status")).to_contain_text("the engine has not reported")
+
+
+def test_a_fleet_shows_its_engines_and_a_release_that_is_under_way(
+    client: LocalClient, opened: Callable[..., tuple[Any, list[str]]]
+) -> None:
+    old, new = client.info, replace(client.info, digest="b" * 64)
+    statuses = [
+        ReplicaStatus(f"tcp:h:{n}", ReplicaState.READY, "", 0, 0, info, EngineStats())
+        for n, info in enumerate([old, old, new])
+    ]
+    fleet: Any = SimpleNamespace(plan=None, counts=Counter(), statuses=lambda: statuses)
+    with listening(application(client, OperationsSettings(), fleet)) as url:
+        page, problems = opened(url, 390)
+        playwright.expect(page.locator("#replicas tr")).to_have_count(3)
+        playwright.expect(page.locator("#replicas tr").last).to_contain_text("b" * 12)
+        playwright.expect(page.locator("#release")).to_be_hidden()
+        fleet.plan = ReleasePlan(stable=old.digest, candidate=new.digest, share=0.05, phase="canary")
+        playwright.expect(page.locator("#release")).to_contain_text("Release, canary: bbbbbbbbbbbb is on 1 engines")
+        inner, needed = page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
+        assert needed <= inner and problems == []
 
 
 def test_stop_ends_the_answer_and_its_request(

@@ -30,9 +30,12 @@ from runtime.wire.messages import (
     EngineStats,
     FilePart,
     GenerateRequest,
+    Heartbeat,
     KeyChanges,
+    Leaving,
     ReadFile,
     RefusedRequest,
+    Reopen,
     RoutingReport,
     SamplingSettings,
     StepReport,
@@ -113,6 +116,7 @@ commands = (
     | st.builds(Cancel, texts)
     | st.builds(Close)
     | st.builds(ReadFile, texts, counts)
+    | st.builds(Reopen, texts, seconds)
     | st.builds(WatchBlocks, counts)
 )
 changes = st.builds(KeyChanges, st.binary(max_size=64), st.binary(max_size=64))
@@ -122,7 +126,8 @@ reports = st.builds(
     StepReport,
     *(st.lists(deltas, max_size=4).map(tuple), stats, st.lists(refusals, max_size=2).map(tuple), st.none() | routings),
 )
-answers = infos | st.builds(FilePart, texts, counts, st.binary(max_size=50)) | reports
+signs = st.builds(Heartbeat) | st.builds(Leaving)
+answers = infos | st.builds(FilePart, texts, counts, st.binary(max_size=50)) | reports | signs
 messages = (
     commands
     | answers
@@ -155,6 +160,7 @@ EXAMPLES = (
     Cancel("a"),
     INFO,
     ReadFile("s", 1),
+    Reopen("s", 1.5),
     WatchBlocks(1),
     FilePart("s", 0, b"x"),
     Proof(b"p"),
@@ -276,7 +282,7 @@ def test_lengths_and_depths_that_are_not_there_cost_nothing(kind: int, body: byt
 
 
 def test_unknown_messages_are_refused() -> None:
-    for payload in (b"", b"\x0b\x90", b"\xff"):
+    for payload in (b"", b"\x80\x90", b"\xff"):
         with pytest.raises(WireError, match="unknown kind"):
             decode(payload)
 

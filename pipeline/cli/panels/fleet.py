@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from pipeline.cli.panels import release
 from pipeline.cli.shared import Json, show
 from tapeout.errors import RequestError
 
 commands = typer.Typer(no_args_is_help=True)
+commands.add_typer(release.commands)
 File = Annotated[Path, typer.Argument(help="The file of the fleet, with a section `up` (docs/fleet.md).")]
 
 
@@ -28,7 +30,7 @@ def fleet() -> None:
 
     `tapeout fleet up fleet.yaml` then answers at http://127.0.0.1:8000/v1. Ray carries no requests and no tokens. It
     takes `pip install "tapeout[fleet]"`. Without Ray, `tapeout fleet run fleet.yaml` does the same on one machine, or
-    run `tapeout engine` and `tapeout gateway` by any other means.
+    run `tapeout engine` and `tapeout gateway` by any other means. `tapeout fleet release` needs no Ray.
     """
 
 

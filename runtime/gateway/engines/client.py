@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +39,15 @@ class EngineClient(OpenEngine, Protocol):
         ...
 
     @property
+    def bundles(self) -> Mapping[str, EngineInfo]:
+        """By digest: those whose engines get requests. :attr:`info` is of one of them."""
+        ...
+
+    def info_for(self, opening: bytes) -> EngineInfo:
+        """Of the engines that a conversation with this opening goes to. See :mod:`runtime.gateway.fleet.release`."""
+        ...
+
+    @property
     def stats(self) -> EngineStats:
         """Of the last report."""
         ...
@@ -58,11 +67,14 @@ class EngineClient(OpenEngine, Protocol):
         """Since the engine has reported; None before it has."""
         ...
 
-    def generate(self, request: GenerateRequest, age: float = 0.0, session: str = "") -> AsyncGenerator[Delta]:
+    def generate(
+        self, request: GenerateRequest, age: float = 0.0, session: str = "", digest: str = ""
+    ) -> AsyncGenerator[Delta]:
         """The deltas of a request, up to the one with a finish reason. Closing the iterator cancels the request.
 
         ``age``: seconds since it arrived, from which its timeouts count. ``session``: its conversation, if the
-        user names one. Only a client of many engines uses it, to choose among them; no engine gets it.
+        user names one. Only a client of many engines uses it, to choose among them; no engine gets it. ``digest``: of
+        the bundle that it was encoded for, likewise; empty: that of :attr:`info`.
 
         :class:`RequestError` for a request that can never run, :class:`runtime.wire.limits.QueueFullError` without room
         in the queue, :class:`EngineDownError` if the engine ends meanwhile.

@@ -25,6 +25,8 @@ from runtime.wire.messages import (
     EngineStats,
     FilePart,
     GenerateRequest,
+    Heartbeat,
+    Leaving,
     ReadFile,
     StepReport,
     WatchBlocks,
@@ -83,12 +85,13 @@ class EngineConnection(asyncio.Protocol, ABC):
         self.name, self.bundle = name, bundle
         self.stats = EngineStats()
         self.down = False
+        self.leaving = False  # the engine is about to open another bundle
         self.idle = asyncio.Event()  # it has no requests
         self.idle.set()
         self._info: EngineInfo | None = None
         self._closing = False
         self._heard: Callable[[StepReport], int | None] | None = None
-        self._reported_at = monotonic()
+        self._reported_at = self._heard_at = monotonic()
         self._streams: dict[str, DeltaStream] = {}
         self._opened: asyncio.Future[EngineInfo] | None = None
         self._part: asyncio.Future[FilePart] | None = None
@@ -122,8 +125,13 @@ class EngineConnection(asyncio.Protocol, ABC):
 
     @property
     def silent_seconds(self) -> float:
-        """Since the last report; 0 if there is one that the event loop had no time to read."""
-        return 0.0 if self.serves and self._arrived.poll(0) else monotonic() - self._reported_at
+        """Since the last report; 0 if there may be one that the event loop had no time to read."""
+        return self._since(self._reported_at)
+
+    @property
+    def unheard_seconds(self) -> float:
+        """Since its process has said anything: a heartbeat comes, too, while a step takes long."""
+        return self._since(self._heard_at)
 
     async def open(self, timeout: float) -> None:
         self._opened = asyncio.get_running_loop().create_future()
@@ -215,11 +223,13 @@ class EngineConnection(asyncio.Protocol, ABC):
         self._flush()
 
     def data_received(self, data: bytes) -> None:
-        self._reported_at = monotonic()
+        self._heard_at = now = monotonic()
         try:
             try:
                 for message in self._session.receive(data):
-                    self._dispatch(message)
+                    if not isinstance(message, Heartbeat):
+                        self._reported_at = now
+                        self._dispatch(message)
             finally:
                 self._flush()
         except TapeoutError as error:
@@ -229,6 +239,9 @@ class EngineConnection(asyncio.Protocol, ABC):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.fail("has ended")
+
+    def _since(self, then: float) -> float:
+        return 0.0 if self.serves and self._arrived.poll(0) else monotonic() - then
 
     def _flush(self) -> None:
         assert self._transport is not None
@@ -248,6 +261,8 @@ class EngineConnection(asyncio.Protocol, ABC):
             self._answer(message)
         elif isinstance(message, StepReport):
             self._report(message)
+        elif isinstance(message, Leaving):
+            self.leaving = True
         elif isinstance(message, FilePart) and self._part is not None and not self._part.done():
             self._part.set_result(message)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Generic, TypeVar
@@ -59,6 +59,13 @@ class ReopeningClient(ABC, Generic[C]):
         return self._current.info
 
     @property
+    def bundles(self) -> Mapping[str, EngineInfo]:
+        return {self.info.digest: self.info}
+
+    def info_for(self, opening: bytes) -> EngineInfo:
+        return self.info
+
+    @property
     def stats(self) -> EngineStats:
         return self._current.stats
 
@@ -77,7 +84,9 @@ class ReopeningClient(ABC, Generic[C]):
     async def files(self) -> Path:
         return await self._current.files()
 
-    async def generate(self, request: GenerateRequest, age: float = 0.0, session: str = "") -> AsyncGenerator[Delta]:
+    async def generate(
+        self, request: GenerateRequest, age: float = 0.0, session: str = "", digest: str = ""
+    ) -> AsyncGenerator[Delta]:
         if self._draining:
             raise EngineDownError("the server is shutting down", remedy="send the request to another server")
         connection = self._current

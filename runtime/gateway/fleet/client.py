@@ -2,8 +2,11 @@
 
 An engine that ends, is silent, or says what nobody understands loses its requests at once. One without a token is tried
 elsewhere, a few times. One with tokens goes on elsewhere exactly where it was: the gateway has its tokens and its seed,
-and the other engine replays them (:attr:`GenerateRequest.answered`). Only an engine of the same processor level can do
-so; all engines have one bundle. Without an engine, requests wait for one; then they fail. None waits forever.
+and the other engine replays them (:attr:`GenerateRequest.answered`). Only an engine of the same bundle and processor
+level can do so. Without an engine, requests wait for one; then they fail. None waits forever.
+
+Engines may have two bundles while one takes the place of the other (:mod:`runtime.gateway.fleet.release`): a request
+is encoded for one of them, and only engines of that get it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,8 +25,11 @@ from typing import NamedTuple
 
 from runtime.gateway.engines.client import EngineDownError, Opened, OpenEngine
 from runtime.gateway.engines.connection import DeltaStream
+from runtime.gateway.fleet.connection import FleetConnection, ReplicaConnection
 from runtime.gateway.fleet.discovery import Discovery, Listing
-from runtime.gateway.fleet.replica import Patience, Replica, ReplicaConnection, ReplicaState
+from runtime.gateway.fleet.external import ExternalConnection
+from runtime.gateway.fleet.release import BundleChoice, ReleasePlan
+from runtime.gateway.fleet.replica import Patience, Replica, ReplicaState
 from runtime.gateway.fleet.retries import RetryBudget, retry_seconds
 from runtime.gateway.fleet.scaling import EngineReport, FleetScaler
 from runtime.gateway.fleet.totals import Totals
@@ -67,18 +73,19 @@ class ReplicaStatus(NamedTuple):
 class _Flight:
     """A request on its way. ``homeless_since``: when it was last without an engine and brought no token since.
 
-    ``session``: see :meth:`EngineClient.generate`.
+    ``session`` and ``digest``: see :meth:`EngineClient.generate`.
     """
 
     request: GenerateRequest
     session: str
+    digest: str
     arrival: float
     homeless_since: float
     answered: list[int] = field(default_factory=list[int])
     level: str = ""  # of the engines that have answered
     attempts: int = 0
     replica: Replica | None = None
-    connection: ReplicaConnection | None = None
+    connection: FleetConnection | None = None
     stream: DeltaStream | None = None
 
     def next_request(self) -> GenerateRequest:
@@ -90,7 +97,7 @@ class _Flight:
             request = replace(request, answered=tuple(self.answered), prompt_logprobs=None)
         return request
 
-    def land(self, replica: Replica, connection: ReplicaConnection) -> DeltaStream:
+    def land(self, replica: Replica, connection: FleetConnection) -> DeltaStream:
         self.replica, self.connection = replica, connection
         self.stream = connection.add(self.next_request(), monotonic() - self.arrival)
         self.attempts += 1
@@ -124,7 +131,8 @@ class FleetClient:
         self._replicas: dict[str, Replica] = {}
         self._leaving: set[Replica] = set()  # no longer listed
         self._flights: set[_Flight] = set()
-        self._info: EngineInfo | None = None  # of the first engine
+        self._infos: dict[str, EngineInfo] = {}  # by digest, of its first engine
+        self._choice = BundleChoice()
         self._opened: Opened | None = None
         self._admitting = asyncio.Lock()
         self._change = asyncio.Event()  # replaced by another one whenever a replica changes
@@ -139,7 +147,7 @@ class FleetClient:
     async def open(self, opened: Opened | None = None) -> None:
         """Wait for an engine. :class:`TapeoutError` if the list of engines cannot be read at all.
 
-        ``opened``: of the first engine; the others have the same bundle.
+        ``opened``: of the first engine of each bundle.
         """
         self._opened = opened
         self._take(await asyncio.to_thread(self._discovery.read))
@@ -148,13 +156,29 @@ class FleetClient:
             await self._change.wait()
 
     @property
+    def plan(self) -> ReleasePlan | None:
+        """The release that is under way, or was the last one."""
+        return None if self._listing is None else self._listing.plan
+
+    @property
     def info(self) -> EngineInfo:
-        """With the least room of all engines that are listed, so that each of them takes every request."""
-        assert self._info is not None, "open() has not returned yet"
-        found = [replica.info for replica in self._replicas.values() if replica.info is not None] or [self._info]
-        return replace(
-            self._info, max_tokens=min(info.max_tokens for info in found), blocks=min(info.blocks for info in found)
-        )
+        """Of the stable bundle, or while that has no engine of the other one."""
+        return self._info_of(next(iter(self.bundles)))
+
+    @property
+    def bundles(self) -> Mapping[str, EngineInfo]:
+        """Those that have engines first, and of these the stable one. Also one whose last engine ends its requests."""
+        taken, listed = self._taken(), {replica.digest for replica in self._replicas.values()}
+        have = {replica.digest for replica in self._all()}
+        known = [digest for digest in (*taken, *self._infos) if digest in self._infos]
+        kept = [digest for digest in dict.fromkeys(known) if digest in taken or digest in have] or known
+        return {digest: self._infos[digest] for digest in sorted(kept, key=lambda digest: digest not in listed)}
+
+    def info_for(self, opening: bytes) -> EngineInfo:
+        ready = {replica.digest for replica in self._replicas.values() if replica.ready} & set(self._taken())
+        listed = {replica.digest for replica in self._replicas.values() if not replica.lingers}
+        found = self._choice.choose(opening, self.plan, self.info.digest, ready, listed)
+        return self._info_of(found) if found in self._infos else self.info
 
     @property
     def stats(self) -> EngineStats:
@@ -167,7 +191,8 @@ class FleetClient:
 
     @property
     def ready(self) -> bool:
-        return not self._draining and any(replica.ready for replica in self._replicas.values())
+        taken = self._taken()
+        return not self._draining and any(r.ready and r.digest in taken for r in self._replicas.values())
 
     @property
     def healthy(self) -> bool:
@@ -216,10 +241,12 @@ class FleetClient:
             remedy="start other engines, and another gateway for them",
         )
 
-    async def generate(self, request: GenerateRequest, age: float = 0.0, session: str = "") -> AsyncGenerator[Delta]:
+    async def generate(
+        self, request: GenerateRequest, age: float = 0.0, session: str = "", digest: str = ""
+    ) -> AsyncGenerator[Delta]:
         """See :meth:`EngineClient.generate`. :class:`EngineDownError` as well where no engine took it in time."""
         now = monotonic()
-        flight = _Flight(_seeded(request), session, now - age, now)
+        flight = _Flight(_seeded(request), session, digest or self.info.digest, now - age, now)
         self._budget.arrived()
         self._flights.add(flight)
         refused: set[Replica] = set()
@@ -244,6 +271,9 @@ class FleetClient:
                                 return
                 except EngineDownError as error:
                     flight.homeless_since, failures = monotonic(), failures + 1
+                    if flight.answered and not connection.resumes(request):
+                        self.counts["lost"] += 1
+                        raise _cannot_resume(error) from error
                     self._require_another(flight, failures, error)
                 except RequestError as error:
                     refused.add(replica)
@@ -311,12 +341,15 @@ class FleetClient:
                 await asyncio.wait_for(change.wait(), min(until, timeout) - now)
 
     def _candidates(self, flight: _Flight, refused: set[Replica]) -> list[Replica]:
-        """Engines that take requests and can go on with this one."""
-        return [
+        """Engines that take requests and can go on with this one; without any, those that are about to leave."""
+        found = [
             replica
             for replica in self._replicas.values()
-            if replica.ready and replica not in refused and (not flight.answered or replica.level == flight.level)
+            if replica.digest == flight.digest
+            and replica not in refused
+            and (not flight.answered or replica.level == flight.level)
         ]
+        return [replica for replica in found if replica.ready] or [replica for replica in found if replica.lingers]
 
     def _require_another(self, flight: _Flight, failures: int, error: EngineDownError) -> None:
         """Raises the error where a request that has lost its engine has no other attempt."""
@@ -349,6 +382,8 @@ class FleetClient:
     def _nobody(self, flight: _Flight) -> EngineDownError:
         self.counts["lost"] += 1
         which = f"engine of level {flight.level}" if flight.answered and flight.level else "engine"
+        if len(self.bundles) > 1:
+            which += f" of bundle {flight.digest[:12]}"
         states = Counter(replica.state.value for replica in self._all())
         here = ", ".join(f"{count} {state}" for state, count in states.items()) or "none listed"
         return EngineDownError(
@@ -364,7 +399,10 @@ class FleetClient:
         """
         if replica.suspected and replica.connection is not None:
             for flight in list(self._flights):
-                if flight.replica is replica and flight.stream is not None and self._candidates(flight, {replica}):
+                if flight.replica is not replica or flight.stream is None:
+                    continue
+                moves = not flight.answered or replica.connection.resumes(flight.request)
+                if moves and self._candidates(flight, {replica}):
                     replica.connection.give_up(
                         flight.stream, _ElsewhereError(f"the engine at {replica.address} is silent")
                     )
@@ -377,24 +415,34 @@ class FleetClient:
         self._change = asyncio.Event()
 
     async def _admit(self, engine: OpenEngine) -> None:
-        """:class:`ArtifactError` for an engine of another bundle than the first one's."""
+        """:class:`ArtifactError` for an engine of another bundle than those that get requests."""
         info = engine.info
         async with self._admitting:
-            if self._info is None:
-                self._info = info
-                try:
-                    if self._opened is not None:
-                        await self._opened(engine)
-                except BaseException:
-                    self._info = None
-                    raise
-            known = self._info
-            if info.digest != known.digest:
+            taken = self._taken() or (info.digest,)
+            if info.digest not in taken:
                 raise ArtifactError(
                     f"it serves bundle {info.digest[:12]}",
-                    expected=f"{known.digest[:12]}, as the others do",
-                    remedy="start it with that bundle, or give it to another gateway",
+                    expected=" or ".join(digest[:12] for digest in taken) + ", as the others do",
+                    remedy="start it with that bundle, or change bundles with `tapeout fleet release`",
                 )
+            if info.digest not in self._infos:
+                if self._opened is not None:
+                    await self._opened(engine)
+                self._infos[info.digest] = info  # not before: conversations may get it from now on
+            for gone in self._infos.keys() - self.bundles.keys():
+                del self._infos[gone]
+
+    def _taken(self) -> tuple[str, ...]:
+        """Digests of the bundles that get requests: of the plan, or of the first engine once there is one."""
+        return tuple(self._infos)[:1] if self.plan is None else self.plan.digests
+
+    def _info_of(self, digest: str) -> EngineInfo:
+        """With the least room of all its engines that are listed, so that each of them takes every request."""
+        known = self._infos[digest]
+        found = [r.info for r in self._replicas.values() if r.info is not None and r.digest == digest] or [known]
+        return replace(
+            known, max_tokens=min(info.max_tokens for info in found), blocks=min(info.blocks for info in found)
+        )
 
     async def _refresh(self) -> None:
         """Look at the list of engines, again and again. The last one is kept while there is none to be read."""
@@ -414,19 +462,27 @@ class FleetClient:
         """Connect to the engines that are new, and leave those that are no longer listed."""
         if self._listing == listing:
             return
-        kept = listing.engines if self._listing is None or self._listing.key == listing.key else ()
-        for address in self._replicas.keys() - set(kept):
+        known = {} if self._listing is None else _connects(self._listing, self._cache)
+        wanted = _connects(listing, self._cache)
+        kept = {address for address in wanted if known.get(address, wanted[address]) == wanted[address]}
+        for address in self._replicas.keys() - kept:
             replica = self._replicas.pop(address)
             self._leaving.add(replica)
             replica.drain()
-        for address in listing.engines:
+        for address, connect in wanted.items():
             if address not in self._replicas:
                 self._replicas[address] = Replica(
-                    address, listing.key, self._cache, self._patience, self.router, self._admit, self._moved
+                    address, connect, self._patience, self.router, self._admit, self._moved
                 )
-        if self._listing is not None:
-            log.info("engines from now on: %s", ", ".join(listing.engines))
-        self._listing = listing
+        before, self._listing = self._listing, listing
+        if before is None:
+            return
+        if known.keys() != wanted.keys():
+            log.info("engines from now on: %s", ", ".join(wanted))
+        if before.plan != listing.plan:
+            log.info("release: %s", "none" if listing.plan is None else listing.plan.model_dump_json())
+            for replica in self._replicas.values():
+                replica.retry()  # its bundle may get requests now
 
     async def _all_ended(self, timeout: float) -> bool:
         end = monotonic() + timeout
@@ -437,6 +493,22 @@ class FleetClient:
             except TimeoutError:
                 return not self._flights
         return True
+
+
+class _Connect(NamedTuple):
+    """Makes connections to one engine. Those that are equal make the same ones."""
+
+    kind: Callable[..., FleetConnection]
+    arguments: tuple[object, ...]
+
+    def __call__(self) -> FleetConnection:
+        return self.kind(*self.arguments)
+
+
+def _connects(listing: Listing, cache: Path) -> dict[str, _Connect]:
+    """By address."""
+    own = {address: _Connect(ReplicaConnection, (address, listing.key, cache)) for address in listing.engines}
+    return own | {server.url: _Connect(ExternalConnection, (server,)) for server in listing.external}
 
 
 def _seeded(request: GenerateRequest) -> GenerateRequest:
@@ -452,6 +524,14 @@ def _timeout(flight: _Flight) -> float:
     if not flight.answered:
         timeouts += [request.queue_timeout, request.first_token_timeout]
     return flight.arrival + min([seconds for seconds in timeouts if seconds is not None], default=float("inf"))
+
+
+def _cannot_resume(error: EngineDownError) -> EngineDownError:
+    return EngineDownError(
+        f"{error.found}, in the midst of an answer that is drawn or has penalties",
+        expected="that it ends: only greedy answers go on on another external server",
+        remedy="send the request again",
+    )
 
 
 def _shutting_down() -> EngineDownError:

@@ -6,6 +6,8 @@ The static file is YAML::
       - tcp:10.0.0.11:7000
       - unix:/run/tapeout/b.sock
     key: engine.key                # that gateway and engines share; beside this file unless absolute
+    external:                      # servers of another kind, see runtime/gateway/fleet/external.py
+      - {url: "http://10.0.0.21:8000/v1", model: llama, text: exported/llama, key: vllm.key}
     scaling: {least: 2, most: 8}   # if the gateway is to say how many engines there should be
 
 Instead of ``engines`` it may say what ``tapeout fleet up`` starts (``up``; the engines are then those that run), or
@@ -21,7 +23,9 @@ from typing import Annotated, NamedTuple, Protocol
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from runtime.gateway.fleet.external import ExternalServer
 from runtime.gateway.fleet.plan import FleetPlan
+from runtime.gateway.fleet.release import ReleasePlan, plan_path, read_plan
 from runtime.gateway.fleet.scaling import ScalingSettings
 from runtime.wire.address import Address, read_key
 from tapeout.errors import TapeoutError, one_line
@@ -36,10 +40,16 @@ class DiscoveryError(TapeoutError):
 
 
 class Listing(NamedTuple):
-    """``engines``: addresses, each once. ``key``: see :class:`runtime.wire.session.Session`."""
+    """``engines``: addresses, each once. ``key``: see :class:`runtime.wire.session.Session`.
+
+    ``external``: servers of another kind, each once. ``plan``: which bundles get requests; without one, the bundle of
+    the engine that opens first.
+    """
 
     engines: tuple[str, ...]
     key: bytes
+    external: tuple[ExternalServer, ...] = ()
+    plan: ReleasePlan | None = None
 
 
 class Discovery(Protocol):
@@ -58,6 +68,18 @@ class KubernetesService(BaseModel):
     namespace: str | None = None
 
 
+class _External(BaseModel):
+    """See :class:`ExternalServer`. ``key``: a file with the server's own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: Annotated[str, Field(pattern="^https?://")]
+    model: str
+    text: Path
+    key: Path | None = None
+    most_running: Annotated[int, Field(ge=1)] = 64
+
+
 class FleetFile(BaseModel):
     """``up``: what ``tapeout fleet`` starts. ``scaling``: what the number of engines depends on."""
 
@@ -67,13 +89,15 @@ class FleetFile(BaseModel):
     table: str | None = None
     kubernetes: KubernetesService | None = None
     up: FleetPlan | None = None
+    external: tuple[_External, ...] = ()
     key: Path | None = None
     scaling: ScalingSettings | None = None
 
     @model_validator(mode="after")
     def _require_one_source(self) -> FleetFile:
-        if sum(source is not None for source in (self.engines, self.table, self.kubernetes, self.up)) != 1:
-            raise ValueError("exactly one of `engines`, `table`, `kubernetes` and `up` is needed")
+        sources = sum(source is not None for source in (self.engines, self.table, self.kubernetes, self.up))
+        if sources > 1 or not (sources or self.external):
+            raise ValueError("one of `engines`, `table`, `kubernetes` and `up` is needed, or `external`")
         return self
 
     @classmethod
@@ -90,18 +114,43 @@ class FleetFile(BaseModel):
         return found if found.key is None else found.model_copy(update={"key": path.parent.absolute() / found.key})
 
 
-class StaticFile:
-    """A :class:`Discovery`. The file and its key are read at every look: both are small."""
+class FromFile:
+    """A :class:`Discovery`: of the engines in the file, or of those of another ``source``.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    The file, its key, its external servers and its release plan are read at every look: all are small.
+    """
+
+    def __init__(self, path: Path, source: Discovery | None = None) -> None:
+        self._path, self._source = path, source
 
     def read(self) -> Listing:
         found = FleetFile.read(self._path)
-        if found.engines is None:
+        listing = self._source.read() if self._source else self._listed(found)
+        return listing._replace(external=self._external(found), plan=read_plan(plan_path(self._path)))
+
+    def _listed(self, found: FleetFile) -> Listing:
+        if found.engines is None and not found.external:
             raise FleetFileError(f"{self._path} has no `engines` any more", expected="a list of addresses")
         key = read_key(found.key)
-        engines = tuple(dict.fromkeys(str(Address.parse(text)) for text in found.engines))
+        engines = tuple(dict.fromkeys(str(Address.parse(text)) for text in found.engines or ()))
         for address in engines:
             Address.parse(address).require_key(key)
         return Listing(engines, key)
+
+    def _external(self, found: FleetFile) -> tuple[ExternalServer, ...]:
+        folder = self._path.parent
+        servers = {
+            one.url: ExternalServer(
+                one.url, one.model, folder / one.text, _server_key(one.key and folder / one.key), one.most_running
+            )
+            for one in found.external
+        }
+        return tuple(servers.values())
+
+
+def _server_key(path: Path | None) -> str:
+    """Any text: it is the other server's. None without a file."""
+    try:
+        return "" if path is None else path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FleetFileError(f"the key {path} cannot be read: {one_line(error)}", expected="a file") from error

@@ -18,16 +18,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from random import Random
 
 from runtime.gateway.engines.client import OpenEngine
-from runtime.gateway.engines.connection import DeltaStream
-from runtime.gateway.engines.remote import RemoteEngine
+from runtime.gateway.fleet.connection import FleetConnection
 from runtime.gateway.fleet.retries import probe_seconds
 from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.messages import EngineInfo, EngineStats, StepReport
-from tapeout.errors import TapeoutError, one_line
+from tapeout.errors import one_line
 
 WATCH_SECONDS = 0.1  # between two looks at an engine
 
@@ -46,63 +44,30 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds. ``suspect``: without a report beyond the length of a step, until requests go on elsewhere.
+    """Seconds. ``suspect``: without a sign of life, until requests go on elsewhere; ``stuck``: until it is given up.
 
-    An engine reports after each step and twice a second while idle. ``stuck``: until it is given up. ``open``: that a
-    connection may take, and a first token on it. ``wait``: that a request waits for any engine.
+    An engine reports after each step and twice a second while idle, and a thread of its own says that it lives while a
+    step takes longer. ``step``: that one may take beyond the one before, until the same happens as without such signs.
+    ``open``: that a connection may take, and a first token on it. ``wait``: that a request waits for any engine.
     """
 
     suspect: float = 1.0
     stuck: float = 10.0
+    step: float = 10.0
     open: float = 10.0
     wait: float = 30.0
 
 
-class ReplicaConnection(RemoteEngine):
-    """``first``: counters of the engine's first report here. Whoever watches it says in the log why it has ended."""
-
-    remedy = "retry in a few seconds"
-
-    def __init__(self, address: str, key: bytes, cache: Path) -> None:
-        super().__init__(address, key, cache)
-        self.first: EngineStats | None = None
-        self._ended = ""
-        self._closing = True
-
-    def require_serving(self) -> None:
-        if self.down:
-            raise self._down(self._ended)
-
-    def fail(self, why: str) -> None:
-        self._ended = self._ended or why
-        super().fail(why)
-
-    def give_up(self, stream: DeltaStream, error: TapeoutError) -> None:
-        """Cancel a request that goes on elsewhere; what has come of it can still be read, then the error."""
-        self.abandon(stream)
-        if self._streams.pop(stream.id, None) is stream:
-            stream.fail(error)
-        if not self._streams:
-            self.idle.set()
-
-    def _report(self, report: StepReport) -> None:
-        if self.first is None:
-            self.first = report.stats
-        super()._report(report)
-
-
 class Replica:
-    """``admit``: of a connection that has opened; raises where the engine does not belong to this fleet.
-
-    ``changed``: is called whenever the state is another one. ``router``: knows the engine by its address,
-    from when it is ready until it has ended or drains.
+    """``connect``: a new connection, not yet open. ``admit``: of one that has opened; raises where the engine does not
+    belong to this fleet. ``changed``: is called whenever the state is another one. ``router``: knows the engine by its
+    address, from when it is ready until it has ended or drains.
     """
 
     def __init__(
         self,
         address: str,
-        key: bytes,
-        cache: Path,
+        connect: Callable[[], FleetConnection],
         patience: Patience,
         router: FleetRouter,
         admit: Callable[[OpenEngine], Awaitable[None]],
@@ -113,12 +78,13 @@ class Replica:
         self.why = ""  # the engine takes no requests
         self.suspected = False  # it is silent
         self.failures = 0  # in turn
-        self.connection: ReplicaConnection | None = None
+        self.connection: FleetConnection | None = None
         self.info: EngineInfo | None = None  # of the last connection
-        self._key, self._cache, self._patience = key, cache, patience
+        self._connect, self._patience = connect, patience
         self._router, self._admit, self._changed = router, admit, changed
         self._random = Random()
         self._leaving = asyncio.Event()  # it is no longer listed
+        self._wake = asyncio.Event()  # ends a pause
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -130,13 +96,29 @@ class Replica:
         return "" if self.connection is None else self.connection.info.level
 
     @property
+    def digest(self) -> str:
+        """Of its bundle, also while it is away; empty before it was connected to."""
+        return "" if self.info is None else self.info.digest
+
+    @property
     def ready(self) -> bool:
-        return self.state is ReplicaState.READY and self.connection is not None and self.connection.serves
+        connection = self.connection
+        return self.state is ReplicaState.READY and connection is not None and connection.serves and not self.lingers
+
+    @property
+    def lingers(self) -> bool:
+        """It is about to open another bundle, and still takes requests that only its present one can answer."""
+        return self.connection is not None and self.connection.leaving and self.connection.serves
+
+    def retry(self) -> None:
+        """Connect again at once, if it waits to."""
+        self._wake.set()
 
     def drain(self) -> None:
         """Take no more requests; once there are none, leave the engine. Nothing happens if it does so already."""
         if not self._leaving.is_set():
             self._leaving.set()
+            self._wake.set()
             self._router.leave(self.address)
 
     async def close(self) -> None:
@@ -147,22 +129,25 @@ class Replica:
     async def _run(self) -> None:
         while not self._leaving.is_set():
             self._become(ReplicaState.HALF_OPEN if self.failures else ReplicaState.CONNECTING)
-            connection = ReplicaConnection(self.address, self._key, self._cache)
+            connection = self._connect()
             try:
                 await self._open(connection)
                 await self._watch(connection)
             except Exception as error:  # of any kind: an engine that answers nonsense must not end the watch
-                self._failed(error)
+                if connection.leaving:
+                    self._reopens()
+                else:
+                    self._failed(error)
             finally:
                 if not self._leaving.is_set():  # else the address may be another replica's by now
                     self._router.leave(self.address)
                 self.connection = None
                 await connection.close()
             if not self._leaving.is_set():
-                await self._pause(probe_seconds(self.failures, self._random))
+                await self._pause(probe_seconds(max(self.failures, 1), self._random))
         self._become(ReplicaState.GONE)
 
-    async def _open(self, connection: ReplicaConnection) -> None:
+    async def _open(self, connection: FleetConnection) -> None:
         await connection.open(self._patience.open)
         await self._admit(connection)
         if self.failures:
@@ -177,21 +162,25 @@ class Replica:
     def _heard(self, report: StepReport) -> int | None:
         return None if self._leaving.is_set() else self._router.heard(self.address, report)
 
-    async def _watch(self, connection: ReplicaConnection) -> None:
+    async def _watch(self, connection: FleetConnection) -> None:
         """Until it has drained. Raises where the engine has ended, or is given up."""
         patience = self._patience
         while not (self._leaving.is_set() and connection.idle.is_set()):
             await self._pause(WATCH_SECONDS, even_if_leaving=True)
             connection.require_serving()
-            silent = connection.silent_seconds - connection.stats.step_seconds
-            if silent > patience.stuck:
-                connection.fail(f"has not reported for {patience.stuck:g} seconds")
+            unheard = connection.unheard_seconds
+            step = connection.silent_seconds - connection.stats.step_seconds
+            late, why = max(
+                (unheard - patience.suspect, f"has been silent for {unheard:.1f} seconds"),
+                (step - patience.step, f"has ended no step for {step:.1f} seconds"),
+            )
+            if late > patience.stuck - patience.suspect:
+                connection.fail(why)
                 connection.require_serving()
-            if self.suspected != (silent > patience.suspect):
+            if self.suspected != (late > 0):
                 self.suspected = not self.suspected
-                event = f"has not reported for {silent:.1f} seconds" if self.suspected else "reports again"
-                log.warning("the engine at %s %s", self.address, event)
-            if self._leaving.is_set():
+                log.warning("the engine at %s %s", self.address, why if self.suspected else "reports again")
+            if self._leaving.is_set() or connection.leaving:
                 self._become(ReplicaState.DRAINING)
             else:
                 self._become(ReplicaState.SUSPECT if self.suspected else ReplicaState.READY)
@@ -203,7 +192,14 @@ class Replica:
             await asyncio.sleep(seconds)
             return
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._leaving.wait(), seconds)
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        if not self._leaving.is_set():
+            self._wake.clear()
+
+    def _reopens(self) -> None:
+        log.info("the engine at %s opens another bundle", self.address)
+        self.why, self.suspected, self.connection, self.info = "it opens another bundle", False, None, None
+        self._become(ReplicaState.CONNECTING)
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -25,8 +26,9 @@ from runtime.gateway.http.sse import SEND, JsonResponse
 from runtime.gateway.protocol.bodies import DetokenizeBody, TokenizeBody, parse
 from runtime.gateway.protocol.calls import REQUEST_ID, request_id
 from runtime.gateway.protocol.errors import ApiError, from_exception, invalid, shortened
-from runtime.gateway.text.conversations import encode_chat
+from runtime.gateway.text.conversations import encode_chat, opening_of
 from runtime.gateway.text.model import TextModel
+from runtime.wire.messages import EngineInfo
 from tapeout.errors import TapeoutError
 
 CLIENT_GONE = 499  # nobody reads this response
@@ -171,6 +173,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": context_tokens(info),
         "digest": info.digest,
+        "digests": list(service.client.bundles),
     }
 
 
@@ -182,7 +185,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
     most = service.limits.tokenize_tokens
 
-    async def encode(model: TextModel) -> list[int]:
+    async def encode(model: TextModel, _: EngineInfo) -> list[int]:
         if body.prompt is not None:
             special = body.add_special_tokens is not False
             (tokens,) = await model.encode([body.prompt], add_special_tokens=special, most_tokens=most)
@@ -197,8 +200,9 @@ async def tokenize(service: Service, request: Request) -> Response:
             most_tokens=most,
         )
 
-    model, tokens = await service.encoded(encode)
-    found = {"count": len(tokens), "max_model_len": context_tokens(service.client.info), "tokens": tokens}
+    opening = opening_of(body.messages) if body.messages else orjson.dumps(body.prompt)
+    model, info, tokens = await service.encoded(opening, encode)
+    found = {"count": len(tokens), "max_model_len": context_tokens(info), "tokens": tokens}
     found["token_strs"] = [model.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
     return JsonResponse(found)
 

@@ -27,10 +27,10 @@ from runtime.gateway.http.sse import TEXT, EventStream, JsonResponse, TextEvents
 from runtime.gateway.protocol.bodies import ChatBody, NamedTool, Tool, parse
 from runtime.gateway.protocol.calls import Call
 from runtime.gateway.protocol.errors import invalid
-from runtime.gateway.text.conversations import encode_chat
+from runtime.gateway.text.conversations import encode_chat, opening_of
 from runtime.gateway.text.model import TextModel
 from runtime.gateway.text.tools import CallDelta, NamedReader, RequiredReader, ToolReader, reader, required_call
-from runtime.wire.messages import Constraint
+from runtime.wire.messages import Constraint, EngineInfo
 
 
 async def chat(service: Service, request: Request) -> Response:
@@ -54,7 +54,7 @@ async def begin_chat(
     body.refuse_unsupported()
     tools = _tools(body)
 
-    async def encode(model: TextModel) -> list[int]:
+    async def encode(model: TextModel, info: EngineInfo) -> list[int]:
         return await encode_chat(
             model,
             body.messages,
@@ -62,11 +62,12 @@ async def begin_chat(
             add_generation_prompt=body.add_generation_prompt,
             variables=body.chat_template_kwargs,
             parse_special=bool(body.parse_special_tokens),
-            most_tokens=most_tokens(body, service.client.info),
+            most_tokens=most_tokens(body, info),
         )
 
-    model, tokens = await service.encoded(encode)
-    info = service.client.info
+    session = session_of(body, request.headers)
+    opening = session.encode("utf-8", "surrogatepass") or opening_of(body.messages)
+    model, info, tokens = await service.encoded(opening, encode)
     prompts = [truncated(body, tokens, info)]
     check_prompts(prompts, info, "messages")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -79,7 +80,7 @@ async def begin_chat(
         stream=bool(body.stream),
         max_new_tokens=new_tokens(asked, None, prompts, info),
         conversation=body.messages,
-        session=session_of(body, request.headers),
+        session=session,
     )
     constraint = _constraint(body, tools)
     if constraint is not None:

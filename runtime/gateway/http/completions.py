@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -37,10 +38,11 @@ async def completions(service: Service, request: Request) -> Response:
     body = parse(CompletionBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
     service.require_model(body.model)
     body.refuse_unsupported()
-    model, (texts, prompts) = await service.encoded(
-        lambda model: _prompts(body, model, most_tokens(body, service.client.info))
+    session = session_of(body, request.headers)
+    opening = session.encode("utf-8", "surrogatepass") or orjson.dumps(body.prompt)
+    model, info, (texts, prompts) = await service.encoded(
+        opening, lambda model, info: _prompts(body, model, most_tokens(body, info))
     )
-    info = service.client.info
     prompts = [truncated(body, prompt, info) for prompt in prompts]
     check_prompts(prompts, info, "prompt")
     call = service.call(
@@ -52,7 +54,7 @@ async def completions(service: Service, request: Request) -> Response:
         stream=bool(body.stream),
         max_new_tokens=new_tokens(body.max_tokens, NEW_TOKENS, prompts, info),
         conversation=texts,
-        session=session_of(body, request.headers),
+        session=session,
     )
     constraint = constraint_of(body)
     if constraint is not None:

@@ -75,7 +75,7 @@ async def _follow(
     index, written = choice.index, call.responses.setdefault(choice.index, [])
     answer = None if index else call.answer
     request = answer.request(choice.request) if answer else choice.request
-    async with aclosing(client.generate(request, time.monotonic() - call.arrival, call.session)) as deltas:
+    async with aclosing(client.generate(request, time.monotonic() - call.arrival, call.session, call.digest)) as deltas:
         async for delta in deltas:
             _require_success(delta)
             delta = answer.delta(delta) if answer else delta

@@ -17,6 +17,7 @@ from runtime.gateway.protocol.bodies import Body
 from runtime.gateway.protocol.calls import CALLER, REQUEST_ID, Call, Caller, Hook
 from runtime.gateway.protocol.errors import ApiError, draining, shortened
 from runtime.gateway.text.model import TextModel
+from runtime.wire.messages import EngineInfo
 from runtime.wire.start import EngineSettings
 
 LEVEL = "x-engine-level"
@@ -36,7 +37,7 @@ class Service:
 
     @property
     def text(self) -> TextModel:
-        """Of the bundle that new requests run on."""
+        """Of the bundle that new requests run on, or most of them."""
         return self.models[self.client.info.digest]
 
     def require_model(self, name: str | None) -> None:
@@ -50,13 +51,19 @@ class Service:
         if self.draining:
             raise draining()
 
-    async def encoded(self, encode: Callable[[TextModel], Awaitable[Any]]) -> tuple[TextModel, Any]:
-        """What ``encode`` makes of a text, with the text model of the bundle that is served afterwards, too."""
+    async def encoded(
+        self, opening: bytes, encode: Callable[[TextModel, EngineInfo], Awaitable[Any]]
+    ) -> tuple[TextModel, EngineInfo, Any]:
+        """What ``encode`` makes of a text, for the bundle that a conversation with this opening gets afterwards, too.
+
+        With the text model of that bundle, and the info of its engines.
+        """
         while True:
-            model = self.text
-            prompts = await encode(model)
-            if self.text is model:
-                return model, prompts
+            info = self.client.info_for(opening)
+            model = self.models[info.digest]
+            prompts = await encode(model, info)
+            if (info := self.client.info_for(opening)).digest == model.digest:
+                return model, info, prompts
 
     def call(
         self, request: Request, prefix: str, model: TextModel, prompts: Sequence[Sequence[int]], **values: Any
@@ -79,14 +86,14 @@ class Service:
         info = engine.info
         if info.digest not in self.models:
             self.models[info.digest] = await asyncio.to_thread(TextModel.load, await engine.files(), info)
-        self._keep(info.digest, self.client.info.digest)
+        self._keep(info.digest, *self.client.bundles)
 
     async def swap(self, bundle: str, settings: EngineSettings | None = None) -> None:
         """Serve another bundle: requests that run now end on the old one. See :meth:`EngineClient.swap`."""
         try:
             await self.client.swap(bundle, settings)
         finally:
-            self._keep(self.client.info.digest)
+            self._keep(*self.client.bundles)
 
     def _keep(self, *digests: str) -> None:
         for digest in self.models.keys() - digests:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,10 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from runtime.gateway.fleet.client import ReplicaStatus
+from runtime.gateway.fleet.release import ReleasePlan
 from runtime.gateway.fleet.replica import ReplicaState
 from runtime.gateway.http.sse import JsonResponse
-from runtime.gateway.operations.metrics import ENGINE_COUNTERS, EngineSeries, kv_usage
+from runtime.gateway.operations.metrics import ENGINE_COUNTERS, TTFT_BUCKETS, EngineSeries, kv_usage
+from runtime.gateway.protocol.calls import Call, Hook
 
+SERVER_FAULT = 500  # of the HTTP statuses, the least
 FLEET_COUNTERS = {
     "retries": "Requests without a token that were sent to another engine.",
     "resumptions": "Requests with tokens that went on on another engine.",
@@ -32,12 +37,38 @@ class Fleet(Protocol):
     @property
     def replicas_wanted(self) -> int | None: ...
 
+    @property
+    def plan(self) -> ReleasePlan | None: ...
+
     def statuses(self) -> Sequence[ReplicaStatus]: ...
 
 
-class FleetView(Collector):
+@dataclass
+class BundleFigures:
+    """Of the calls that a bundle has answered. ``failed``: by a fault of the service. ``first_tokens``: calls by the
+    bucket of :data:`TTFT_BUCKETS` that their time to the first token falls into; the last one is beyond all.
+    """
+
+    calls: int = 0
+    failed: int = 0
+    first_tokens: list[int] = field(default_factory=lambda: [0] * (len(TTFT_BUCKETS) + 1))
+
+
+class FleetView(Collector, Hook):
+    """Also a hook of all calls: counts them by bundle."""
+
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self.figures: dict[str, BundleFigures] = {}  # by digest
+
+    def ended(self, call: Call) -> None:
+        if call.cancelled or (call.error is not None and call.error.status < SERVER_FAULT):
+            return
+        found = self.figures.setdefault(call.digest, BundleFigures())
+        found.calls += 1
+        found.failed += call.error is not None
+        if call.first_token is not None:
+            found.first_tokens[bisect_left(TTFT_BUCKETS, call.first_token - call.arrival)] += 1
 
     def collect(self) -> Iterator[Metric]:
         states = GaugeMetricFamily(
@@ -49,6 +80,16 @@ class FleetView(Collector):
         yield states
         if (wanted := self._fleet.replicas_wanted) is not None:
             yield GaugeMetricFamily("tapeout:replicas_wanted", "Engines that there should be.", value=wanted)
+        calls = CounterMetricFamily("tapeout:bundle_calls", "Calls that a bundle has answered.", labels=["bundle"])
+        failed = CounterMetricFamily("tapeout:bundle_failed_calls", "Of those, with a fault.", labels=["bundle"])
+        for digest, figures in self.figures.items():
+            calls.add_metric([digest], figures.calls)
+            failed.add_metric([digest], figures.failed)
+        yield from (calls, failed)
+        if (plan := self._fleet.plan) is not None:
+            yield GaugeMetricFamily(
+                "tapeout:release_share", "Share of the conversations that go to the candidate.", value=plan.share
+            )
         for name, text in FLEET_COUNTERS.items():
             family = CounterMetricFamily(f"tapeout:fleet_{name}", text)
             family.add_metric([], self._fleet.counts[name])
@@ -76,6 +117,7 @@ class FleetView(Collector):
                 "state": status.state.value,
                 "reason": status.why or None,
                 "level": status.info.level if status.info else None,
+                "digest": status.info.digest if status.info else None,
                 "requests": status.own,
                 "running": status.stats.running,
                 "waiting": status.stats.waiting,
@@ -87,9 +129,27 @@ class FleetView(Collector):
             for status in self._fleet.statuses()
         ]
 
+    def release(self) -> str:
+        """The change of bundles that is under way, in words; empty where there is none."""
+        plan = self._fleet.plan
+        if plan is None or not plan.candidate:
+            return ""
+        digests = [status.info.digest for status in self._fleet.statuses() if status.info is not None]
+        text = (
+            f"{plan.phase}: {plan.candidate[:12]} is on {digests.count(plan.candidate)} engines and gets "
+            f"{100 * plan.share:g} % of the conversations, {plan.stable[:12]} is on {digests.count(plan.stable)}"
+        )
+        return f"{text}; {plan.moving} opens the other one" if plan.moving else text
+
     def routes(self) -> list[Route]:
         async def fleet(_: Request) -> Response:
-            body = {"replicas": self.replicas(), **{name: self._fleet.counts[name] for name in FLEET_COUNTERS}}
+            plan = self._fleet.plan
+            body = {
+                "replicas": self.replicas(),
+                "release": None if plan is None else plan.model_dump(),
+                "bundles": {digest: asdict(figures) for digest, figures in self.figures.items()},
+                **{name: self._fleet.counts[name] for name in FLEET_COUNTERS},
+            }
             return JsonResponse(body, headers={"Cache-Control": "no-store"})
 
         return [Route("/fleet", fleet)]

@@ -100,8 +100,8 @@ class Operations:
             self.metrics.registry.register(self.traffic)
         self.tracing = Tracing(otlp_provider()) if settings.traces else None
         # Metrics and spans come first and see what the limits refuse; the last ones see what was admitted.
-        hooks: list[Hook | None] = [self.metrics, self.tracing, self.keys, self.usage, self.traffic]
-        page = Page(self.metrics, self.health, *([] if view is None else [view.replicas]))
+        hooks: list[Hook | None] = [self.metrics, self.tracing, self.keys, view, self.usage, self.traffic]
+        page = Page(self.metrics, self.health, *([] if view is None else [view.replicas, view.release]))
         own = [] if view is None else view.routes()
         self.extensions = Extensions(
             routers=[APIRouter(routes=[self.metrics.route(), *self.health.routes(), *page.routes(), *own])],

@@ -37,11 +37,17 @@ class _Look(NamedTuple):
 class Page:
     """Mount :meth:`routes`. The numbers are those of all calls: no text, and no key.
 
-    ``replicas``: the engines where there are several, as :meth:`runtime.gateway.operations.fleet.FleetView.replicas`.
+    ``replicas``, ``release``: of several engines, see :class:`runtime.gateway.operations.fleet.FleetView`.
     """
 
-    def __init__(self, metrics: Metrics, health: Health, replicas: Callable[[], list[dict[str, Any]]] = list) -> None:
-        self._metrics, self._health, self._replicas = metrics, health, replicas
+    def __init__(
+        self,
+        metrics: Metrics,
+        health: Health,
+        replicas: Callable[[], list[dict[str, Any]]] = list,
+        release: Callable[[], str] = str,
+    ) -> None:
+        self._metrics, self._health, self._replicas, self._release = metrics, health, replicas, release
         self._html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         self._looks: deque[_Look] = deque()
 
@@ -97,6 +103,7 @@ class Page:
             "drafted_tokens": counted["drafted_tokens"],
             "accepted_tokens": counted["accepted_tokens"],
             "replicas": self._replicas(),
+            "release": self._release(),
             "recent": [call._asdict() for call in list(metrics.recent)[: -SHOWN_CALLS - 1 : -1]],
         }
 

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import orjson
-from pydantic import BaseModel
 
 from runtime.gateway.accounts.salt import kept_salt
 from runtime.gateway.engines.client import EngineClient, EngineDownError
 from runtime.gateway.engines.local import WORKER, ProcessClient
 from runtime.gateway.http.requests import context_tokens
+from runtime.gateway.protocol.bodies import Message
 from runtime.gateway.protocol.calls import Call, Hook
+from runtime.gateway.text.conversations import opening_of
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
 from runtime.wire.start import EngineSettings
@@ -229,9 +230,5 @@ async def _scored(client: EngineClient, answer: MirroredAnswer) -> int | None:
 
 def _opening(call: Call) -> bytes:
     """What all turns of a conversation share: its messages up to the first of the user, or else the prompt."""
-    messages = [entry for entry in call.conversation if isinstance(entry, BaseModel)]
-    if not messages:
-        return orjson.dumps(list(call.prompts[0]))
-    shown = [message.model_dump(mode="json", exclude_none=True) for message in messages]
-    first = next((place for place, message in enumerate(shown) if message.get("role") == "user"), len(shown) - 1)
-    return orjson.dumps(shown[: first + 1])
+    messages = [entry for entry in call.conversation if isinstance(entry, Message)]
+    return opening_of(messages) if messages else orjson.dumps(list(call.prompts[0]))

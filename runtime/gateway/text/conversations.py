@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from runtime.gateway.protocol.bodies import Message, Tool
 from runtime.gateway.protocol.errors import invalid
 from runtime.gateway.text.call_text import parsed_json
@@ -42,6 +44,12 @@ async def encode_chat(
     text = model.template.render(given, tools=shown, add_generation_prompt=add_generation_prompt is not False, **values)
     (tokens,) = await model.encode([text], add_special_tokens=False, most_tokens=most_tokens, cut=mark)
     return tokens
+
+
+def opening_of(messages: Sequence[Message]) -> bytes:
+    """What all turns of a conversation share: its messages up to the first of the user."""
+    first = next((place for place, message in enumerate(messages) if message.role == "user"), len(messages) - 1)
+    return orjson.dumps([message.model_dump(mode="json", exclude_none=True) for message in messages[: first + 1]])
 
 
 def _unused(text: str) -> str:

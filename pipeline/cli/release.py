@@ -1,0 +1,318 @@
+"""``tapeout fleet release`` and ``rollback``: another bundle for every engine of a fleet, one after the other.
+
+The command tells an engine over its own connection to open the bundle, and writes beside the list of engines which
+bundles get requests and which share (:mod:`runtime.gateway.fleet.release`). What gateways answer at ``/fleet`` says how
+many engines are ready and how the candidate does. All state is in the plan and in the engines, so a command that was
+interrupted goes on where it was when it is run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from evals.check import Outcome
+from evals.kinds.online import EXIT_CODES
+from evals.kinds.online.canary import CanaryBounds, CanaryVerdict, Figures, judge_canary
+from evals.kinds.online.measure import judge
+from pipeline.cli.gateway import find_engines
+from pipeline.cli.serve_http import engine_files
+from runtime.gateway.fleet.connection import ReplicaConnection
+from runtime.gateway.fleet.discovery import FleetFile
+from runtime.gateway.fleet.release import ReleasePlan, plan_path, read_plan
+from runtime.wire.messages import EngineInfo, Reopen
+from tapeout.errors import ExitCode, TapeoutError, one_line
+from tapeout.observations import read_observations
+from tapeout.observations import read_plan as read_shadow_plan
+
+LOOK_SECONDS = 0.5  # between two looks at the gateways
+ASK_SECONDS = 10.0  # that a gateway may take to answer
+CONNECT_SECONDS = 5.0  # that an engine may take to answer, once it is open
+
+log = logging.getLogger("tapeout.release")
+
+
+class ReleaseError(TapeoutError):
+    """The fleet is not as the change needs it."""
+
+
+@dataclass(frozen=True)
+class ReleaseOptions:
+    """``share``: of the conversations that the canary gets. ``least_ready``: engines that stay ready, None: all but
+    one. ``canary_seconds``: until an undecided canary ends the command. ``drain_seconds``: that an engine has to end
+    its requests, before they go on elsewhere; ``open_seconds``: to open a bundle and to get requests. ``shadow``:
+    folder of a test of both bundles. ``api_key``: that the gateways take.
+    """
+
+    share: float = 0.05
+    least_ready: int | None = None
+    canary_seconds: float = 3600.0
+    drain_seconds: float = 30.0
+    open_seconds: float = 600.0
+    shadow: Path | None = None
+    api_key: str = ""
+    bounds: CanaryBounds = field(default_factory=CanaryBounds)
+
+
+class Gateways:
+    """What all of them say together. :class:`ReleaseError` where one does not answer: it may see another fleet."""
+
+    def __init__(self, urls: Sequence[str], api_key: str) -> None:
+        self._urls, self._headers = urls, {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def ready(self) -> dict[str, str]:
+        """Digests by address, of the engines that all of them see ready with it."""
+        found = [self._engines(state) for state in self._ask()]
+        return {address: digest for address, digest in found[0].items() if all(o.get(address) == digest for o in found)}
+
+    def figures(self, digest: str) -> Figures:
+        total = Figures()
+        for state in self._ask():
+            if digest in state["bundles"]:
+                total = total.plus(Figures.model_validate(state["bundles"][digest]))
+        return total
+
+    def _engines(self, state: Any) -> dict[str, str]:
+        return {one["address"]: one["digest"] for one in state["replicas"] if one["state"] == "ready"}
+
+    def _ask(self) -> list[Any]:
+        answers: list[Any] = []
+        for url in self._urls:
+            try:
+                answer = requests.get(f"{url.rstrip('/')}/fleet", headers=self._headers, timeout=ASK_SECONDS)
+                answer.raise_for_status()
+                answers.append(answer.json())
+            except (requests.RequestException, ValueError) as error:
+                raise ReleaseError(
+                    f"the gateway {url} does not say how its engines are: {one_line(error)}",
+                    expected="`tapeout gateway` at this address",
+                    remedy="start it, or leave it out if it is gone for good",
+                ) from error
+        return answers
+
+
+class FleetRelease:
+    """A change of one fleet. ``fleet``: the file with its engines."""
+
+    def __init__(self, fleet: Path, gateways: Sequence[str], options: ReleaseOptions) -> None:
+        self._path, self._options, self._gateways = plan_path(fleet), options, Gateways(gateways, options.api_key)
+        self._listing = find_engines(fleet, FleetFile.read(fleet)).read()
+        engines = len(self._listing.engines)
+        self._least = engines - 1 if options.least_ready is None else options.least_ready
+        if not 0 <= self._least < engines:
+            raise ReleaseError(
+                f"{self._least} of {engines} engines are to stay ready",
+                expected=f"at most {engines - 1}: each of them opens the bundle in its turn",
+                remedy="start another engine, or lower --least-ready",
+            )
+
+    def release(self, source: str) -> CanaryVerdict:
+        """Give all engines the bundle, unless the canary's users show that it is worse: then none of them.
+
+        ``source``: of the bundle, as each engine is to open it.
+        """
+        plan = self._begun()
+        if not plan.candidate:
+            plan = self._first(plan, source)
+        verdict = self._judged(plan)
+        log.info("canary: %s: %s", verdict.outcome.value, verdict.reason)
+        if verdict.outcome is Outcome.FAIL:
+            self.rollback()
+        if verdict.outcome is not Outcome.PASS:
+            return verdict
+        for address in self._with(plan.stable):
+            plan = plan.model_copy(update={"phase": "rolling"})
+            self._moved(plan, address, source, plan.candidate)
+            share = len(self._with(plan.candidate)) / len(self._listing.engines)
+            plan = self._written(plan, share=max(plan.share, share))
+        self._written(plan, stable=plan.candidate, previous=plan.stable, candidate="", share=0.0, phase="done")
+        log.info("all engines have bundle %s", plan.candidate[:12])
+        return verdict
+
+    def rollback(self, source: str = "") -> None:
+        """Give all engines the stable bundle again, or after a release that is done the one before.
+
+        New conversations get it at once. ``source``: of the bundle; empty: each engine knows what it had before.
+        """
+        plan = read_plan(self._path)
+        if plan is None or not (plan.candidate or plan.previous):
+            raise ReleaseError(
+                "there is no release to reverse", expected=f"one in {self._path}", remedy="`tapeout fleet release`"
+            )
+        if plan.candidate:
+            good, bad = plan.stable, plan.candidate
+        else:
+            good, bad = plan.previous, plan.stable
+        plan = self._written(plan, stable=good, candidate=bad, previous="", share=0.0, phase="rolling back")
+        for address in self._with(bad):
+            self._moved(plan, address, source, good)
+        self._written(plan, candidate="", phase="rolled back", moving="")
+        log.info("all engines have bundle %s again", good[:12])
+
+    def _begun(self) -> ReleasePlan:
+        """The plan to go on with: a release that is under way, or none that has begun."""
+        plan = read_plan(self._path)
+        if plan is not None and plan.phase == "rolling back":
+            raise ReleaseError("a rollback is under way", expected="none", remedy="end it: `tapeout fleet rollback`")
+        if plan is not None:
+            return plan
+        ready = self._gateways.ready()
+        counted = Counter(ready.values())
+        if len(counted) != 1:
+            raise ReleaseError(
+                f"{len(counted)} bundles are ready",
+                expected="engines of one bundle",
+                remedy="look at the engines of the gateways: `curl GATEWAY/fleet`",
+            )
+        return ReleasePlan(stable=next(iter(counted)), phase="done", least_ready=self._least)
+
+    def _first(self, plan: ReleasePlan, source: str) -> ReleasePlan:
+        """The canary: one engine with the bundle, which gets its share."""
+        address = self._with(plan.stable)[-1]
+        info = self._reopened(plan, address, source)
+        if info.digest == plan.stable:
+            self._written(plan, moving="")
+            raise self._unchanged(address, info)
+        plan = self._written(
+            plan, candidate=info.digest, previous="", share=self._options.share, phase="canary", moving=""
+        )
+        self._wait_ready(address, info.digest)
+        return plan
+
+    def _judged(self, plan: ReleasePlan) -> CanaryVerdict:
+        """Once it is decided, or the time is over."""
+        if plan.phase == "rolling":
+            return CanaryVerdict(Outcome.PASS, "it was decided before")
+        options, until = self._options, time.monotonic() + self._options.canary_seconds
+        while True:
+            found = judge_canary(
+                self._gateways.figures(plan.stable), self._gateways.figures(plan.candidate), options.bounds
+            )
+            if options.shadow is not None and found.outcome is not Outcome.FAIL:
+                found = min(found, self._disagreement(options.shadow, plan), key=_worst)
+            if found.outcome is not Outcome.INCONCLUSIVE or time.monotonic() > until:
+                return found
+            time.sleep(LOOK_SECONDS)
+
+    def _disagreement(self, folder: Path, plan: ReleasePlan) -> CanaryVerdict:
+        test = read_shadow_plan(folder)
+        if (test.champion, test.challenger) != (plan.stable, plan.candidate):
+            raise ReleaseError(
+                f"{folder} has a test of {test.challenger[:12]} beside {test.champion[:12]}",
+                expected=f"{plan.candidate[:12]} beside {plan.stable[:12]}",
+                remedy="name the folder of the right test, or leave --shadow-log out",
+            )
+        found = judge(test, read_observations(folder))
+        return CanaryVerdict(found.outcome, found.reason)
+
+    def _moved(self, plan: ReleasePlan, address: str, source: str, digest: str) -> None:
+        info = self._reopened(plan, address, source)
+        self._written(plan, moving="")
+        if info.digest != digest:
+            raise self._unchanged(address, info)
+        self._wait_ready(address, digest)
+
+    def _reopened(self, plan: ReleasePlan, address: str, source: str) -> EngineInfo:
+        """Once enough others are ready."""
+        self._until(
+            lambda: len(self._gateways.ready().keys() - {address}) >= self._least,
+            lambda: ReleaseError(
+                f"{len(self._gateways.ready().keys() - {address})} engines besides {address} are ready",
+                expected=f"at least {self._least}",
+                remedy="look at the engines of the gateways, then run this again",
+            ),
+        )
+        self._written(plan, moving=address, least_ready=self._least)
+        log.info("the engine at %s opens %s", address, source or "the bundle that it had before")
+        return asyncio.run(
+            reopen(address, self._listing.key, source, self._options.drain_seconds, self._options.open_seconds)
+        )
+
+    def _wait_ready(self, address: str, digest: str) -> None:
+        self._until(
+            lambda: self._gateways.ready().get(address) == digest,
+            lambda: ReleaseError(
+                f"not all gateways see the engine at {address} ready with bundle {digest[:12]}",
+                expected="all of them, with the same list of engines and the same plan",
+                remedy="look at their logs, then run this again",
+            ),
+        )
+
+    def _until(self, holds: Callable[[], bool], error: Callable[[], ReleaseError]) -> None:
+        until = time.monotonic() + self._options.open_seconds
+        while not holds():
+            if time.monotonic() > until:
+                raise error()
+            time.sleep(LOOK_SECONDS)
+
+    def _with(self, digest: str) -> list[str]:
+        """Addresses of the engines that have this bundle, in the order of the list."""
+        ready = self._gateways.ready()
+        return [address for address in self._listing.engines if ready.get(address) == digest]
+
+    def _written(self, plan: ReleasePlan, **changed: Any) -> ReleasePlan:
+        plan = plan.model_copy(update=changed)
+        plan.write(self._path)
+        return plan
+
+    def _unchanged(self, address: str, info: EngineInfo) -> ReleaseError:
+        return ReleaseError(
+            f"the engine at {address} has bundle {info.digest[:12]}: {info.notice or 'it was told to open that'}",
+            expected="the bundle of this release",
+            remedy="correct it there and run this again, or `tapeout fleet rollback`",
+        )
+
+
+async def reopen(address: str, key: bytes, source: str, drain_seconds: float, open_seconds: float) -> EngineInfo:
+    """Have an engine open another bundle: what it says of itself once it has given a token again."""
+    connection = ReplicaConnection(address, key, engine_files())
+    try:
+        await connection.open(CONNECT_SECONDS)
+        connection.send(Reopen(source, float(drain_seconds)))
+        async with asyncio.timeout(drain_seconds + CONNECT_SECONDS):
+            while not connection.down:
+                await asyncio.sleep(0.05)
+    except TimeoutError as error:
+        raise ReleaseError(f"the engine at {address} does not leave its bundle", expected="that it ends") from error
+    finally:
+        await connection.close()
+    until = time.monotonic() + open_seconds
+    while True:
+        connection = ReplicaConnection(address, key, engine_files())
+        try:
+            await connection.open(CONNECT_SECONDS)
+            await connection.first_token(open_seconds)
+            return connection.info
+        except TapeoutError as error:
+            if time.monotonic() > until:
+                raise ReleaseError(
+                    f"the engine at {address} is not open after {open_seconds:g} seconds: {error.found}",
+                    expected="that it opens one of both bundles",
+                    remedy="look at its log, start it again, and run this again",
+                ) from error
+            await asyncio.sleep(0.2)
+        finally:
+            await connection.close()
+
+
+def _worst(verdict: CanaryVerdict) -> int:
+    return (Outcome.FAIL, Outcome.INCONCLUSIVE, Outcome.PASS).index(verdict.outcome)
+
+
+def run(fleet: Path, source: str, gateways: Sequence[str], options: ReleaseOptions) -> tuple[CanaryVerdict, ExitCode]:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    verdict = FleetRelease(fleet, gateways, options).release(source)
+    return verdict, EXIT_CODES[verdict.outcome]
+
+
+def run_rollback(fleet: Path, source: str, gateways: Sequence[str], options: ReleaseOptions) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    FleetRelease(fleet, gateways, options).rollback(source)

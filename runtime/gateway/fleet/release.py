@@ -1,0 +1,119 @@
+"""A change from one bundle to another while a fleet answers: which bundle a conversation gets.
+
+A conversation stays with the bundle that it began on while an engine serves that. A new one goes to the candidate where
+the hash of its opening falls into the candidate's share: the same in every gateway, and a share that grows only adds
+conversations. The plan is a file beside the list of engines, which `tapeout fleet release` writes and gateways read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tapeout.errors import TapeoutError, one_line
+
+KEPT_CONVERSATIONS = 1 << 16  # of which a gateway remembers the bundle
+KEY_BYTES = 8
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{8,64}$")]
+Phase = Literal["canary", "rolling", "done", "rolling back", "rolled back"]
+
+
+class ReleasePlanError(TapeoutError):
+    """The file of a release plan cannot be read."""
+
+
+class ReleasePlan(BaseModel):
+    """``stable`` and ``candidate``: digests; engines of others get nothing. ``share``: of the conversations that the
+    candidate gets. ``moving``: address of the engine that opens another bundle now. ``least_ready``: engines at any
+    time. Where there is no change, the candidate is empty, and ``previous`` is what a rollback of a done one goes to.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stable: Digest
+    candidate: Digest | Literal[""] = ""
+    previous: Digest | Literal[""] = ""
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    phase: Phase
+    moving: str = ""
+    least_ready: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of the bundles that take requests, the stable one first."""
+        return (self.stable, self.candidate) if self.candidate else (self.stable,)
+
+    def drawn(self, key: bytes) -> str:
+        """
+        >>> plan = ReleasePlan(stable="a" * 8, candidate="b" * 8, share=0.25, phase="canary")
+        >>> sum(plan.drawn(conversation_key(bytes([n]))) == plan.candidate for n in range(256))
+        65
+        """
+        return self.candidate if int.from_bytes(key) < self.share * 256**KEY_BYTES else self.stable
+
+    def write(self, path: Path) -> None:
+        """In one step: a gateway may read it at any time."""
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+
+
+def plan_path(fleet: Path) -> Path:
+    """Of the plan of a list of engines.
+
+    >>> str(plan_path(Path("fleet.yaml")))
+    'fleet.release.json'
+    """
+    return fleet.with_suffix(".release.json")
+
+
+def read_plan(path: Path) -> ReleasePlan | None:
+    """None where there is no file."""
+    try:
+        return ReleasePlan.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise ReleasePlanError(
+            f"{path} is no release plan: {one_line(error, 300)}",
+            expected="a file that `tapeout fleet release` has written",
+            remedy="remove it, and release again",
+        ) from error
+
+
+def conversation_key(opening: bytes) -> bytes:
+    return blake2b(opening, digest_size=KEY_BYTES).digest()
+
+
+class BundleChoice:
+    """Which bundle each conversation gets, and remembers the latest :data:`KEPT_CONVERSATIONS`."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, str] = OrderedDict()
+
+    def choose(
+        self, opening: bytes, plan: ReleasePlan | None, default: str, ready: Collection[str], listed: Collection[str]
+    ) -> str:
+        """A digest. ``default``: without a plan. ``ready``: of engines that take requests; ``listed``: of all.
+
+        One that is listed and not ready may be back soon: then another one answers, and the conversation stays.
+        """
+        key = conversation_key(opening)
+        kept = self._kept.get(key)
+        if kept is not None and (kept in ready or (kept in listed and not ready)):
+            self._kept.move_to_end(key)
+            return kept
+        order = plan.digests if plan is not None else (default,)
+        found = plan.drawn(key) if plan is not None else default
+        if ready and found not in ready:
+            found = next((digest for digest in order if digest in ready), found)
+        if kept not in listed:
+            self._kept[key] = found
+            if len(self._kept) > KEPT_CONVERSATIONS:
+                self._kept.popitem(last=False)
+        return found

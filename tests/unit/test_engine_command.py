@@ -1,0 +1,56 @@
+"""``tapeout engine`` once a server has asked for another bundle: which one it serves, and what it says of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pipeline.cli.engine import serve
+from runtime.wire.messages import Reopen
+from runtime.wire.start import Start
+from tapeout.errors import ArtifactError, FingerprintError
+
+REFUSED = {
+    "unjudged": FingerprintError("it has no evidence for x86-64-avx2, which this machine has", expected="evidence"),
+    "gone": ArtifactError("no record.json", expected="a bundle"),
+}
+
+
+def served(asked: Sequence[str], broken: str = "") -> list[tuple[str, str]]:
+    """The bundles that were opened, each with its notice, while servers asked for these in turn."""
+    opened: list[tuple[str, str]] = []
+    left = list(asked)
+
+    def start(source: str) -> Start:
+        if source in REFUSED:
+            raise REFUSED[source]
+        return Start(source)
+
+    def listen(start: Start, notice: str = "") -> Reopen | None:
+        if start.bundle == broken:
+            raise ArtifactError("its weights are damaged", expected="whole files")
+        opened.append((start.bundle, notice))
+        return Reopen(left.pop(0), 1.0) if left else None
+
+    serve(Start("first"), start, listen)
+    return opened
+
+
+def test_it_opens_what_is_asked_for_and_goes_back() -> None:
+    assert served(["second", "", "third", "", ""]) == [
+        *[("first", ""), ("second", ""), ("first", "")],
+        *[("third", ""), ("first", ""), ("third", "")],
+    ]
+
+
+@pytest.mark.parametrize(("source", "why"), [("unjudged", "no evidence for x86-64-avx2"), ("gone", "no record.json")])
+def test_what_may_not_be_served_here_leaves_the_bundle_and_says_why(source: str, why: str) -> None:
+    """Planted: the new bundle opened without the checks of the start, or no bundle at all."""
+    first, again, second = served([source, "second"])
+    assert first == ("first", "") and again[0] == "first" and why in again[1] and second == ("second", "")
+
+
+def test_what_does_not_open_leaves_the_bundle_and_says_why() -> None:
+    _, again = served(["damaged"], broken="damaged")
+    assert again[0] == "first" and "weights are damaged" in again[1]

@@ -1,0 +1,220 @@
+"""``tapeout fleet release``: what gateways say together, and the course of a release over a fleet that is made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import orjson
+import pytest
+
+from evals.check import Outcome
+from evals.kinds.online import Online, frozen_plan
+from evals.kinds.online.canary import Figures
+from pipeline.cli import release
+from pipeline.cli.release import FleetRelease, Gateways, ReleaseError, ReleaseOptions
+from runtime.gateway.fleet.release import ReleasePlan, plan_path, read_plan
+from runtime.wire.messages import EngineInfo
+from tapeout.observations import Observation, ObservationLog
+
+OLD, NEW = "a" * 64, "b" * 64
+
+
+def engine(address: str, digest: str, state: str = "ready") -> dict[str, str]:
+    return {"address": address, "digest": digest, "state": state}
+
+
+@pytest.fixture
+def gateway() -> Iterator[Callable[[Any], str]]:
+    """The address of one that answers so; it wants a key."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def made(answer: Any) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                known = self.path == "/fleet" and self.headers["Authorization"] == "Bearer secret"
+                self.send_response(200 if known else 401)
+                self.end_headers()
+                self.wfile.write(orjson.dumps(answer))
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_address[1]}/"
+
+    yield made
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_an_engine_is_ready_where_all_gateways_see_it_with_one_bundle(gateway: Callable[[Any], str]) -> None:
+    """Planted: the first gateway alone, or engines that are suspected."""
+    one = [engine("a", OLD), engine("b", OLD), engine("c", NEW), engine("d", OLD, "draining")]
+    other = [engine("a", OLD), engine("b", OLD, "suspect"), engine("c", OLD), engine("d", OLD), engine("e", OLD)]
+    found = Gateways([gateway({"replicas": engines, "bundles": {}}) for engines in (one, other)], "secret")
+    assert found.ready() == {"a": OLD}
+
+
+def test_calls_of_all_gateways_count(gateway: Callable[[Any], str]) -> None:
+    bundles = [{NEW: {"calls": n, "failed": 1, "first_tokens": [n, 1]}} for n in (3, 4)]
+    found = Gateways([gateway({"replicas": [], "bundles": one}) for one in bundles], "secret")
+    assert found.figures(NEW) == Figures(calls=7, failed=2, first_tokens=(7, 2)) and found.figures(OLD) == Figures()
+
+
+@pytest.mark.parametrize("key", ["", "other"])
+def test_a_gateway_that_does_not_answer_stops_everything(gateway: Callable[[Any], str], key: str) -> None:
+    good = gateway({"replicas": [engine("a", OLD)], "bundles": {}})
+    with pytest.raises(ReleaseError, match="does not say how its engines are: 401"):
+        Gateways([good], key).ready()
+    with pytest.raises(ReleaseError, match="does not say how its engines are"):
+        Gateways([good, "http://127.0.0.1:9"], "secret").ready()
+
+
+STABLE, CANDIDATE = Figures(calls=4000, first_tokens=(3950, 50)), Figures(calls=400, first_tokens=(400,))
+ENGINES = tuple(f"unix:/{n}" for n in range(4))
+
+
+class Fleet:
+    """Engines that open what they are told, and gateways that see it. ``log``: what happened, in order."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.bundles, self.before = dict.fromkeys(ENGINES, OLD), dict.fromkeys(ENGINES, OLD)
+        self.away: set[str] = set()
+        self.keeps: set[str] = set()  # engines that may not serve the candidate
+        self.counted = {OLD: STABLE, NEW: CANDIDATE}
+        self.log: list[tuple[Any, ...]] = []
+        self.least = len(ENGINES)  # that were ready
+        self.list = folder / "fleet.yaml"
+        self.list.write_text(json.dumps({"engines": ENGINES}))
+        self.waited: Callable[[], object] = lambda: pytest.fail("it waits for ever")
+        patch.setattr(release, "Gateways", lambda urls, key: self)
+        patch.setattr(release, "reopen", self.reopen)
+        patch.setattr(release.time, "sleep", lambda _: self.waited())
+
+    def ready(self) -> dict[str, str]:
+        return {address: digest for address, digest in self.bundles.items() if address not in self.away}
+
+    def figures(self, digest: str) -> Figures:
+        return self.counted[digest]
+
+    async def reopen(self, address: str, key: bytes, source: str, drain: float, opening: float) -> EngineInfo:
+        plan = self.plan
+        assert plan.moving == address, "gateways know which engine is away"
+        self.least = min(self.least, len(self.ready().keys() - {address}))
+        self.log.append((plan.phase, plan.share, address, source))
+        wanted = NEW if source == "new" else self.before[address]
+        notice = "no evidence for its level" if address in self.keeps and wanted == NEW else ""
+        if not notice:
+            self.before[address], self.bundles[address] = self.bundles[address], wanted
+        return EngineInfo(self.bundles[address], "n", 1, 1, 1, 1, 1, 1, frozenset(), notice=notice)
+
+    @property
+    def plan(self) -> ReleasePlan:
+        plan = read_plan(plan_path(self.list))
+        assert plan is not None
+        return plan
+
+    def change(self, **options: Any) -> FleetRelease:
+        return FleetRelease(self.list, ["url"], ReleaseOptions(share=0.1, **options))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    return Fleet(tmp_path, monkeypatch)
+
+
+def test_one_engine_after_the_other_gets_the_bundle_once_the_canary_has_shown_enough(fleet: Fleet) -> None:
+    """Planted: all engines at once, or the share of the canary for the whole way."""
+    assert fleet.change().release("new").outcome is Outcome.PASS
+    assert set(fleet.bundles.values()) == {NEW} and fleet.least == 3
+    assert [step[:2] for step in fleet.log] == [("done", 0.0), ("rolling", 0.1), ("rolling", 0.5), ("rolling", 0.75)]
+    assert [step[2] for step in fleet.log] == [ENGINES[3], *ENGINES[:3]]
+    plan = fleet.plan
+    assert (plan.stable, plan.candidate, plan.previous, plan.moving) == (NEW, "", OLD, "")
+    fleet.log.clear()
+    fleet.change().rollback()
+    assert set(fleet.bundles.values()) == {OLD} and fleet.least == 3
+    assert {step[:2] for step in fleet.log} == {("rolling back", 0.0)} and not any(step[3] for step in fleet.log)
+    assert (fleet.plan.stable, fleet.plan.candidate, fleet.plan.phase) == (OLD, "", "rolled back")
+    with pytest.raises(ReleaseError, match="no release to reverse"):
+        fleet.change().rollback()
+
+
+def test_a_canary_that_fails_is_reversed(fleet: Fleet) -> None:
+    """Planted: the other engines follow all the same."""
+    fleet.counted[NEW] = Figures(calls=400, failed=200, first_tokens=(200,))
+    assert fleet.change().release("new").outcome is Outcome.FAIL
+    assert set(fleet.bundles.values()) == {OLD} and [step[2] for step in fleet.log] == [ENGINES[3]] * 2
+    assert (fleet.plan.stable, fleet.plan.candidate) == (OLD, "")
+
+
+def test_an_undecided_canary_stays_and_the_next_command_goes_on(fleet: Fleet) -> None:
+    fleet.counted[NEW] = Figures(calls=20, first_tokens=(20,))
+    assert fleet.change(canary_seconds=0).release("new").outcome is Outcome.INCONCLUSIVE
+    assert list(fleet.bundles.values()) == [OLD] * 3 + [NEW]
+    assert (fleet.plan.phase, fleet.plan.share, fleet.plan.candidate) == ("canary", 0.1, NEW)
+    fleet.counted[NEW] = CANDIDATE
+    assert fleet.change().release("new").outcome is Outcome.PASS
+    assert set(fleet.bundles.values()) == {NEW} and len(fleet.log) == 4
+
+
+def test_no_engine_leaves_before_enough_others_are_ready(fleet: Fleet) -> None:
+    """Planted: a bound that nobody waits for."""
+    fleet.away = {ENGINES[0]}
+    waits: list[int] = []
+
+    def waited() -> None:
+        waits.append(len(fleet.log))
+        fleet.away.clear()
+
+    fleet.waited = waited
+    fleet.change().release("new")
+    assert waits == [0] and fleet.least == 3
+    fleet.away = {ENGINES[0]}
+    with pytest.raises(ReleaseError, match="2 engines besides"):
+        fleet.change(open_seconds=-1).rollback()
+    fleet.log.clear()
+    fleet.away = {ENGINES[0]}
+    fleet.change(least_ready=2).rollback()
+    assert len(fleet.log) == 3, "it may go on with fewer where that is allowed"
+
+
+@pytest.mark.parametrize(("keeps", "moved"), [(ENGINES[3], 0), (ENGINES[1], 2)])
+def test_an_engine_that_may_not_serve_the_bundle_stops_the_release(fleet: Fleet, keeps: str, moved: int) -> None:
+    """Such as one whose processor has another level. Its users notice nothing, and it can be reversed or go on."""
+    fleet.keeps = {keeps}
+    with pytest.raises(ReleaseError, match="no evidence for its level"):
+        fleet.change().release("new")
+    assert list(fleet.bundles.values()).count(NEW) == moved and fleet.bundles[keeps] == OLD and not fleet.plan.moving
+    if moved:
+        fleet.keeps.clear()
+        fleet.change().release("new")
+        assert set(fleet.bundles.values()) == {NEW}
+
+
+def test_a_shadow_test_of_both_bundles_decides_too(fleet: Fleet, tmp_path: Path) -> None:
+    """Planted: it is not looked at, or one of other bundles is."""
+    log = ObservationLog(tmp_path / "shadow", frozen_plan(Online(min_conversations=10), OLD, NEW))
+    for number in range(60):
+        log.pick(f"{number:016x}")
+        log.add(Observation(conversation=f"{number:016x}", prompt_tokens=8, tokens=32, agree=0))
+    log.close()
+    assert fleet.change(shadow=tmp_path / "shadow").release("new").outcome is Outcome.FAIL
+    assert set(fleet.bundles.values()) == {OLD}
+    ObservationLog(tmp_path / "other", frozen_plan(Online(), OLD, "c" * 64)).close()
+    with pytest.raises(ReleaseError, match="has a test of cccccccccccc"):
+        fleet.change(shadow=tmp_path / "other").release("new")
+
+
+def test_a_fleet_that_cannot_spare_an_engine_is_refused(fleet: Fleet) -> None:
+    with pytest.raises(ReleaseError, match="4 of 4 engines are to stay ready"):
+        fleet.change(least_ready=4)
+    fleet.bundles[ENGINES[0]] = NEW
+    with pytest.raises(ReleaseError, match="2 bundles are ready"):
+        fleet.change().release("new")
