@@ -7,6 +7,7 @@ The static file is YAML::
       - unix:/run/tapeout/b.sock
     key: engine.key                # that gateway and engines share; beside this file unless absolute
     scaling: {least: 2, most: 8}   # if the gateway is to say how many engines there should be
+    slo: {availability: 0.999}     # see :mod:`tapeout.slo`; read once, when the gateway starts
 
 Instead of ``engines`` it may say what ``tapeout fleet up`` starts (``up``; the engines are then those that run), or
 name a ``table`` (a database, :mod:`runtime.gateway.fleet.table_discovery`) or ``kubernetes``
@@ -25,6 +26,7 @@ from runtime.gateway.fleet.plan import FleetPlan
 from runtime.gateway.fleet.scaling import ScalingSettings
 from runtime.wire.address import Address, read_key
 from tapeout.errors import TapeoutError, one_line
+from tapeout.slo import ServiceLevelObjectives
 
 
 class FleetFileError(TapeoutError):
@@ -69,6 +71,7 @@ class FleetFile(BaseModel):
     up: FleetPlan | None = None
     key: Path | None = None
     scaling: ScalingSettings | None = None
+    slo: ServiceLevelObjectives | None = None
 
     @model_validator(mode="after")
     def _require_one_source(self) -> FleetFile:

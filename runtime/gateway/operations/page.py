@@ -38,10 +38,17 @@ class Page:
     """Mount :meth:`routes`. The numbers are those of all calls: no text, and no key.
 
     ``replicas``: the engines where there are several, as :meth:`runtime.gateway.operations.fleet.FleetView.replicas`.
+    ``budgets``: of objectives, as :meth:`runtime.gateway.operations.objectives.ObjectiveEvents.budgets`.
     """
 
-    def __init__(self, metrics: Metrics, health: Health, replicas: Callable[[], list[dict[str, Any]]] = list) -> None:
-        self._metrics, self._health, self._replicas = metrics, health, replicas
+    def __init__(
+        self,
+        metrics: Metrics,
+        health: Health,
+        replicas: Callable[[], list[dict[str, Any]]] = list,
+        budgets: Callable[[], list[dict[str, Any]]] = list,
+    ) -> None:
+        self._metrics, self._health, self._replicas, self._budgets = metrics, health, replicas, budgets
         self._html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         self._looks: deque[_Look] = deque()
 
@@ -97,6 +104,7 @@ class Page:
             "drafted_tokens": counted["drafted_tokens"],
             "accepted_tokens": counted["accepted_tokens"],
             "replicas": self._replicas(),
+            "slo": self._budgets(),
             "recent": [call._asdict() for call in list(metrics.recent)[: -SHOWN_CALLS - 1 : -1]],
         }
 
