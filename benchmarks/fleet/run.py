@@ -17,12 +17,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.fleet.bundles import BUNDLES
 from benchmarks.fleet.decision import decision
-from benchmarks.fleet.engines import BUNDLES, StepLengths
 from benchmarks.fleet.page import Compared, bar_table, bars, page, table
 from benchmarks.fleet.policies import POLICIES
-from benchmarks.fleet.simulate import FleetShape, simulate
-from benchmarks.fleet.workloads import Workload, multi_turn, read_trace, single_turn
+from runtime.simulation.fleet import FleetShape, simulate
+from runtime.simulation.step_lengths import StepLengths
+from runtime.simulation.traffic import Traffic, multi_turn, read_trace, single_turn
 from tapeout.errors import ExitCode, TapeoutError
 
 LOADS = (0.4, 0.7, 0.95)
@@ -35,24 +36,24 @@ TRACES = {
 }
 
 
-def saturation(workload: Workload, lengths: StepLengths, shape: FleetShape, seed: int) -> float:
+def saturation(workload: Traffic, lengths: StepLengths, shape: FleetShape, seed: int) -> float:
     """Conversations a second that round robin finishes, where they all come at once and nobody pauses to think."""
     at_once = workload.faster(1e9).without_pauses()
-    figures = simulate(at_once, "round robin", lengths, shape, seed)
+    figures = simulate(at_once, lengths, shape, POLICIES["round robin"], seed)
     answers = sum(len(turn.answer) for conversation in workload.conversations for turn in conversation.turns)
     return len(workload.conversations) * figures.tokens_per_second / answers
 
 
 def compare(
-    workload: Workload,
+    workload: Traffic,
     policies: Iterable[str],
     lengths: StepLengths,
     shape: FleetShape,
     seed: int = 0,
     load: float | None = None,
 ) -> Compared:
-    figures = [simulate(workload, policy, lengths, shape, seed) for policy in policies]
-    return Compared(workload.name, load, workload.turns, tuple(figures))
+    figures = {policy: simulate(workload, lengths, shape, POLICIES[policy], seed) for policy in policies}
+    return Compared(workload.name, load, workload.turns, figures)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -72,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
     lengths, shape = BUNDLES[options.bundle], FleetShape(options.engines, options.cache_tokens)
     seed, seconds, compared = options.seed, options.seconds, list[Compared]()
 
-    def run(workload: Workload, load: float | None = None) -> None:
+    def run(workload: Traffic, load: float | None = None) -> None:
         print(f"{workload.name}: {workload.turns} requests", file=sys.stderr)
         compared.append(compare(workload, options.policies, lengths, shape, seed, load))
 

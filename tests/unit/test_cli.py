@@ -58,6 +58,7 @@ COMMANDS = [
     "report",
     "inspect",
     "plan",
+    "capacity",
     "costs",
     "doctor",
     "stage",
