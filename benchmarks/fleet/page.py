@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.fleet.decision import BAR_BYTES, BAR_US
+from benchmarks.fleet.real import BAR, BARRED, FIGURES, differences, section
 from runtime.simulation.fleet import WARM, FleetFigures
 
 BLIND = ("round robin", "two choices", "least load")
@@ -102,9 +103,30 @@ def bar_table(found: Sequence[Bar]) -> str:
     return "\n".join(lines)
 
 
-def page(compared: Sequence[Compared], settings: Mapping[str, Any], decision: Mapping[str, Any]) -> str:
-    """``settings``: bundle, engines, cache_tokens, seed, and saturation in conversations a second."""
-    found = [*bars(compared), *decision_bars(decision)]
+def real_bars(real: Mapping[str, Any]) -> list[Bar]:
+    """Of the simulation, against what ``benchmarks.fleet.real`` measured."""
+    return [
+        Bar(
+            f"simulated {FIGURES[name][0]}, of that of {real['engines']} real replicas",
+            f"within {BAR:.0%}",
+            f"{off:+.0%}",
+            abs(off) <= BAR,
+        )
+        for name, off in differences(real).items()
+        if name in BARRED
+    ]
+
+
+def page(
+    compared: Sequence[Compared],
+    settings: Mapping[str, Any],
+    decision: Mapping[str, Any],
+    real: Mapping[str, Any] | None = None,
+) -> str:
+    """``settings``: bundle, engines, cache_tokens, seed, and saturation in conversations a second. ``real``: what
+    ``benchmarks.fleet.real`` wrote.
+    """
+    found = [*bars(compared), *decision_bars(decision), *(real_bars(real) if real else [])]
     parts, tied = decision["microseconds"], decision["microseconds, all equal"]["decision"]
     return TEMPLATE.format(
         **settings,
@@ -121,6 +143,7 @@ def page(compared: Sequence[Compared], settings: Mapping[str, Any], decision: Ma
         tied=tied,
         alone=decision["bytes a block"],
         shared=decision["bytes a block, half shared"],
+        real="" if real is None else REAL.format(**real, table=section(real)),
     )
 
 
@@ -136,8 +159,7 @@ Do not edit it.
 {engines} engines with {cache_tokens:,} tokens of KV memory each. Scheduler, cache, reports of block keys, index and
 choice are those of the server, in virtual time. Only the length of a step is a model, from measured steps of the
 bundle "{bundle}" (`benchmarks/fleet/bundles.py`). There is one gateway, reports take no time, and no engine fails.
-The figures depend on the seed ({seed}) and on nothing else of the machine. They have not been compared with real
-replicas yet.
+The figures depend on the seed ({seed}) and on nothing else of the machine.
 
 ## Bars
 
@@ -169,4 +191,16 @@ replicas yet.
 tokens. Of {whole:.0f} µs, {keys:.0f} are the keys of the prompt's blocks and {index:.0f} the look-up for all engines.
 Where all engines are equally good it takes {tied:.0f} µs. The index takes {alone:.0f} bytes a block where engines
 share none, and {shared:.0f} where they share half of them. These are processor times of one thread on a busy machine.
+{real}"""
+
+REAL = """
+## Real replicas
+
+`python -m benchmarks.fleet.real BUNDLE`: {engines} processes of `tapeout engine` with one thread each on this machine
+({weights_mb} MB of weights), and the gateway's client of a fleet, answer {requests} requests of multi-turn
+conversations. Engines were to be busy for {load:.0%} of the time. Lengths of steps were measured just before. Engines
+share the machine's memory, so steps were measured while the other engine idles and while it works, and the simulation
+takes a mean of both, weighed by how busy engines are in it.
+
+{table}
 """

@@ -63,13 +63,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--cache-tokens", type=int, default=60_000, help="KV memory of each engine")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--seconds", type=float, default=40, help="of virtual time in which conversations start")
+    parser.add_argument(
+        "--seconds", type=float, default=40, help="in which conversations would start at full load; more at lower ones"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--real", type=Path, help="what benchmarks.fleet.real wrote, for the page")
     parser.add_argument(
         "--page", type=Path, help="write docs/benchmarks/fleet.md; measures the cost of a decision, too"
     )
     options = parser.parse_args(words)
+    real = json.loads(options.real.read_text(encoding="utf-8")) if options.real else None
     lengths, shape = BUNDLES[options.bundle], FleetShape(options.engines, options.cache_tokens)
     seed, seconds, compared = options.seed, options.seconds, list[Compared]()
 
@@ -81,7 +85,8 @@ def main(words: Sequence[str] | None = None) -> int:
         most = saturation(multi_turn(seed, seconds=20, rate=options.engines), lengths, shape, seed)
         print(f"round robin can answer {most:.2f} multi-turn conversations a second", file=sys.stderr)
         for load in LOADS:
-            run(multi_turn(seed, seconds=seconds, rate=load * most), load)
+            # About as many conversations at each load: else P99 would be one of few requests where there is little.
+            run(multi_turn(seed, seconds=seconds / load, rate=load * most), load)
         rate = 0.5 / (300 * lengths.token + 60 * lengths.seconds(8, 0) / 8) * options.engines
         run(single_turn(seed, seconds=seconds / 2, rate=rate, prompt_tokens=300, answer_tokens=60))
         for name, (shrink, faster, first) in TRACES.items() if options.traces else ():
@@ -102,7 +107,7 @@ def main(words: Sequence[str] | None = None) -> int:
         content = {**settings, "compared": [one.as_json() for one in compared]}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if options.page:
-        options.page.write_text(page(compared, settings, decision()), encoding="utf-8")
+        options.page.write_text(page(compared, settings, decision(), real), encoding="utf-8")
     return ExitCode.PASS
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from benchmarks.fleet import decision, run
+from benchmarks.fleet import decision, real, run
 from benchmarks.fleet.bundles import BUNDLES
-from benchmarks.fleet.page import Compared, bars
+from benchmarks.fleet.page import Compared, bars, real_bars
 from benchmarks.fleet.policies import POLICIES, MostCached, RoundRobin, SessionHash
 from benchmarks.fleet.run import compare
+from runtime.gateway.fleet.client import FleetClient
 from runtime.simulation.engine import MAX_TOKENS, SimulatedEngine
 from runtime.simulation.fleet import FleetFigures, FleetShape, simulate
 from runtime.simulation.routing import ExactRouting
-from runtime.simulation.traffic import Traffic, multi_turn, read_trace, single_turn
-from runtime.wire.messages import GenerateRequest
+from runtime.simulation.traffic import Conversation, Traffic, Turn, multi_turn, read_trace, single_turn
+from runtime.wire.messages import Delta, GenerateRequest
 from tapeout.errors import ExitCode, RequestError
 
 LENGTHS, SHAPE = BUNDLES["default"], FleetShape(engines=3, cache_tokens=8192)
@@ -195,6 +198,59 @@ def test_round_robin_answers_no_more_than_it_can() -> None:
     most = run.saturation(TALKS, LENGTHS, SHAPE, 0)
     twice = run.saturation(TALKS, LENGTHS, FleetShape(engines=6, cache_tokens=8192), 0)
     assert 0 < most < twice
+
+
+REAL: dict[str, Any] = {
+    "engines": 2,
+    "load": 0.4,
+    "requests": 400,
+    "weights_mb": 120,
+    "real": {
+        "ttft_p50": 50.0,
+        "ttft_p99": 200.0,
+        "hits": 0.8,
+        "tokens_per_second": 90.0,
+        "itl_p50": 5.0,
+        "itl_p99": 9.0,
+    },
+    "simulated": {
+        "ttft_p50": 57.0,
+        "ttft_p99": 260.0,
+        "hits": 0.8,
+        "tokens_per_second": 91.0,
+        "itl_p50": 9.0,
+        "itl_p99": 9.0,
+    },
+}
+
+
+def test_the_page_says_how_far_the_simulation_is_from_real_replicas() -> None:
+    """Planted: a difference that counts in one direction only."""
+    assert [bar.holds for bar in real_bars(REAL)] == [True, False, True, True]
+    swapped = {**REAL, "real": REAL["simulated"], "simulated": REAL["real"]}
+    assert [bar.holds for bar in real_bars(swapped)] == [True, False, True, True]
+    assert "| TTFT P99 | 200.0 ms | 260.0 ms | +30% | **missed** |" in real.section(REAL)
+    assert "| hits | 80.0 % | 80.0 % | +0% | holds |" in real.section(REAL)
+
+
+def test_real_replicas_are_told_answers_that_they_gave() -> None:
+    """A turn's prompt has the real tokens of the answers before it. Planted: those of the traffic."""
+    asked = list[list[int]]()
+
+    class Answers:
+        async def generate(self, request: GenerateRequest, session: str = "") -> AsyncGenerator[Delta]:
+            asked.append([*request.prompt])
+            for number in range(request.max_new_tokens):
+                yield Delta(request.id, (60_000 + number,), cached_tokens=7)
+
+    talk = Conversation(
+        "c",
+        0.0,
+        (Turn((range(5),), range(100, 103)), Turn((range(5), range(100, 103), range(200, 202)), range(300, 301))),
+    )
+    found = asyncio.run(real.replayed(cast(FleetClient, Answers()), Traffic("t", (talk,))))
+    assert asked[1][:5] == asked[0] and asked[1][5:8] == [60_000, 60_001, 60_002] and len(asked[1]) == 10
+    assert (len(found.ttft), len(found.gaps), found.hits, found.prompt_tokens) == (2, 2, 14, 15)
 
 
 def test_compare_runs_each_policy_once() -> None:
