@@ -29,6 +29,7 @@ from typing import Any
 
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import StaticFile
+from runtime.gateway.fleet.replica import Patience
 from runtime.simulation.fleet import WARM, FleetShape, percentile, simulate
 from runtime.simulation.step_lengths import StepLengths, step_lengths
 from runtime.simulation.traffic import Conversation, Traffic, multi_turn
@@ -95,7 +96,8 @@ def engine_processes(bundle: Path, folder: Path, engines: int) -> Generator[list
 def _listed(folder: Path, addresses: Sequence[str]) -> Generator[FleetClient]:
     path = folder / "fleet.yaml"
     path.write_text("engines:\n" + "".join(f"  - {address}\n" for address in addresses))
-    yield FleetClient(StaticFile(path), folder / "cache")
+    # A slow machine may take a second for a step: an engine is not to be suspected for that.
+    yield FleetClient(StaticFile(path), folder / "cache", patience=Patience(suspect=10.0))
 
 
 async def _opened(client: FleetClient, engines: int) -> None:
@@ -214,7 +216,7 @@ async def compared(addresses: Sequence[str], folder: Path, load: float, seconds:
             shape = FleetShape(
                 len(addresses), info.blocks * info.block_tokens, Limits(max_draft_tokens=0), info.max_tokens
             )
-            # In a thread, since engines are suspected that are not heard for a second.
+            # In a thread, so that reports are read meanwhile.
             traffic = await asyncio.to_thread(traffic_at, load, seconds, together, shape, seed)
             real = await replayed(client, traffic)
         finally:

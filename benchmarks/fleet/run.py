@@ -103,11 +103,12 @@ def main(words: Sequence[str] | None = None) -> int:
         "seed": seed,
         "saturation": most,
     }
+    cost = decision() if options.page else None
     if options.json:
-        content = {**settings, "compared": [one.as_json() for one in compared]}
+        content = {**settings, "compared": [one.as_json() for one in compared], "decision": cost}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if options.page:
-        options.page.write_text(page(compared, settings, decision(), real), encoding="utf-8")
+    if cost is not None:
+        options.page.write_text(page(compared, settings, cost, real), encoding="utf-8")
     return ExitCode.PASS
 
 
