@@ -38,11 +38,13 @@ from runtime.wire.messages import GenerateRequest
 
 BAR = 0.15  # most that a figure of the simulation may differ
 STREAMS = (1, 2, 4, 8)  # that decode at once while steps are measured
-PROMPTS = (64, 128, 256)  # tokens of a prompt while steps are measured
-CONTEXT = 512  # cached tokens before them: attention over them takes its part of a step, as in the conversations
+# As shares of the tokens that a sequence may have. Of prompts while steps are measured, and of the cached tokens before
+# them: attention over those takes its part of a step, as in the conversations.
+PROMPTS, CONTEXT = (1 / 32, 1 / 16, 1 / 8), 1 / 4
+SYSTEM, MESSAGE, ANSWER = 1 / 8, 1 / 25, 1 / 20  # of the conversations
 ROUNDS = 5
 STREAM_TOKENS = 48
-VOCABULARY = 40_000  # token ids that prompts are made of
+SPECIAL = 10  # token ids from 0 on that no prompt has
 
 
 @dataclass
@@ -119,32 +121,35 @@ async def _times(client: FleetClient, prompt: Sequence[int], tokens: int) -> lis
     return times
 
 
-def _fresh(tokens: int) -> list[int]:
+def _fresh(tokens: int, vocabulary: int) -> list[int]:
     """A prompt that shares nothing with any other."""
     start = 7919 * next(_ids)
-    return [_token(-start - position) for position in range(tokens)]
+    return [token_id(-start - position, vocabulary) for position in range(tokens)]
 
 
-def _token(number: int) -> int:
-    return 10 + (number * 2654435761 % (1 << 32)) % VOCABULARY
+def token_id(number: int, vocabulary: int) -> int:
+    """Of a number in a traffic: equal numbers give equal ids."""
+    return SPECIAL + (number * 2654435761 % (1 << 32)) % (vocabulary - SPECIAL)
 
 
 async def measured_lengths(clients: Sequence[FleetClient]) -> list[StepLengths]:
     """Of each client's engine, while all clients' engines do the same."""
 
     async def one(client: FleetClient) -> StepLengths:
-        decodes, contexts = dict[int, float](), [_fresh(CONTEXT) for _ in range(max(STREAMS))]
+        most, vocabulary = client.info.max_tokens, client.info.vocab_size
+        decodes = dict[int, float]()
+        contexts = [_fresh(int(most * CONTEXT), vocabulary) for _ in range(max(STREAMS))]
         for context in contexts:
             await _times(client, context, 1)
         for streams in STREAMS:
-            asked = [[*context, *_fresh(8)] for context in contexts[:streams]]
+            asked = [[*context, *_fresh(8, vocabulary)] for context in contexts[:streams]]
             found = await asyncio.gather(*(_times(client, prompt, STREAM_TOKENS) for prompt in asked))
             # Of the steps that all streams are in: not while they come or go.
             gaps = [after - before for times in found for before, after in pairwise(times[9:-8])]
             decodes[streams] = median(gaps)
         tokens, seconds = 0, 0.0
-        for length in PROMPTS:
-            found = [await _times(client, [*context, *_fresh(length)], 1) for context in contexts[:ROUNDS]]
+        for length in (int(most * share) for share in PROMPTS):
+            found = [await _times(client, [*context, *_fresh(length, vocabulary)], 1) for context in contexts[:ROUNDS]]
             tokens, seconds = tokens + length, seconds + median(times[1] - times[0] for times in found)
         return step_lengths(decodes, seconds / tokens)
 
@@ -169,16 +174,18 @@ def between(alone: StepLengths, together: StepLengths, share: float) -> StepLeng
 
 async def replayed(client: FleetClient, traffic: Traffic) -> Measured:
     """Conversations begin when they begin in the traffic; a next turn's prompt has the answers that really came."""
-    measured, started = Measured(), monotonic()
+    measured, started, vocabulary = Measured(), monotonic(), client.info.vocab_size
     warm = WARM * max(conversation.start for conversation in traffic.conversations)
 
     async def talk(conversation: Conversation) -> None:
         await asyncio.sleep(max(0.0, started + conversation.start - monotonic()))
         answers = dict[int, list[int]]()
-        for number, turn in enumerate(conversation.turns):
-            if number:
+        for place, turn in enumerate(conversation.turns):
+            if place:
                 await asyncio.sleep(turn.think_seconds)
-            prompt = [token for span in turn.prompt for token in answers.get(span.start) or map(_token, span)]
+            prompt = list[int]()
+            for span in turn.prompt:
+                prompt += answers.get(span.start) or [token_id(number, vocabulary) for number in span]
             counts, before, answer = monotonic() - started >= warm, monotonic(), list[int]()
             request = GenerateRequest(f"r{next(_ids)}", prompt, len(turn.answer))
             async with aclosing(client.generate(request, session=conversation.name)) as deltas:
@@ -237,12 +244,26 @@ async def compared(addresses: Sequence[str], folder: Path, load: float, seconds:
 
 def traffic_at(load: float, seconds: float, lengths: StepLengths, shape: FleetShape, seed: int) -> Traffic:
     """Conversations that keep the engines busy for this share of the time, by simulation."""
-    low, high = 0.0, 4.0 * shape.engines  # conversations a second
-    for _ in range(7):
+    most = shape.max_tokens
+
+    def at(rate: float) -> Traffic:
+        return multi_turn(
+            seed,
+            seconds=seconds,
+            rate=rate,
+            system_tokens=int(most * SYSTEM),
+            message_tokens=most * MESSAGE,
+            answer_tokens=most * ANSWER,
+            most_tokens=most,
+        )
+
+    low, high = 0.0, 1.0  # conversations a second
+    while simulate(at(high), lengths, shape, seed=seed).busy < load:
+        low, high = high, 2 * high
+    for _ in range(4):
         rate = (low + high) / 2
-        busy = simulate(multi_turn(seed, seconds=seconds, rate=rate), lengths, shape, seed=seed).busy
-        low, high = (rate, high) if busy < load else (low, rate)
-    return multi_turn(seed, seconds=seconds, rate=high)
+        low, high = (rate, high) if simulate(at(rate), lengths, shape, seed=seed).busy < load else (low, rate)
+    return at(high)
 
 
 FIGURES = {  # of both; title and unit

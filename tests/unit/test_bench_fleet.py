@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -238,6 +239,8 @@ def test_real_replicas_are_told_answers_that_they_gave() -> None:
     asked = list[list[int]]()
 
     class Answers:
+        info = SimpleNamespace(vocab_size=1000)
+
         async def generate(self, request: GenerateRequest, session: str = "") -> AsyncGenerator[Delta]:
             asked.append([*request.prompt])
             for number in range(request.max_new_tokens):
