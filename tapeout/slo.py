@@ -64,26 +64,14 @@ class ServiceLevelObjectives(BaseModel):
         return ({} if self.availability is None else {"availability": self.availability}) | latencies
 
 
-def read_objectives(path: Path) -> ServiceLevelObjectives | None:
-    """The section ``slo`` of a YAML file; None if the file has none. :class:`SloError` for one that is wrong."""
+def read_objectives(path: Path) -> ServiceLevelObjectives:
+    """The section ``slo`` of a YAML file that may have others. :class:`SloError` if it has none, or a wrong one."""
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(content, Mapping) or "slo" not in content:
-            return None
-        return ServiceLevelObjectives.model_validate(content["slo"])
+        section = content.get("slo") if isinstance(content, Mapping) else None
+        return ServiceLevelObjectives.model_validate({} if section is None else section)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         raise SloError(
             f"{path} has no objectives that can be read: {one_line(error, 300)}",
-            expected="YAML with `slo`: availability, ttft and itl (docs/capacity.md)",
+            expected="YAML with a section `slo`: availability, ttft or itl (docs/capacity.md)",
         ) from error
-
-
-def required_objectives(path: Path) -> ServiceLevelObjectives:
-    """:class:`SloError` also if the file has none."""
-    if (found := read_objectives(path)) is None:
-        raise SloError(
-            f"{path} has no section `slo`",
-            expected="availability, ttft or itl",
-            remedy="add the section (docs/capacity.md)",
-        )
-    return found

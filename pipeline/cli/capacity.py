@@ -18,7 +18,7 @@ from runtime.simulation.step_lengths import StepLengths, read_step_lengths, step
 from runtime.simulation.traffic import Traffic, logged_traffic, multi_turn, read_trace
 from tapeout import artifact
 from tapeout.errors import ExitCode, RequestError
-from tapeout.slo import LatencyObjective, ServiceLevelObjectives, required_objectives
+from tapeout.slo import LatencyObjective, ServiceLevelObjectives, read_objectives
 
 CODES = {
     CapacityOutcome.FOUND: ExitCode.PASS,
@@ -97,7 +97,7 @@ def objectives(file: Path | None, ttft: float | None, itl: float | None) -> Serv
     if (file is None) != given:
         found = "two sources of objectives" if given else "no objective"
         raise RequestError(found, expected="--slo, or --ttft and --itl")
-    slo = ServiceLevelObjectives(ttft=_p99(ttft), itl=_p99(itl)) if file is None else required_objectives(file)
+    slo = ServiceLevelObjectives(ttft=_p99(ttft), itl=_p99(itl)) if file is None else read_objectives(file)
     if slo.ttft is None and slo.itl is None:
         raise RequestError(f"{file} bounds no latency", expected="ttft or itl in its section `slo`")
     return slo

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from runtime.wire.messages import EngineLoad
 
-# Predictions that differ by less say nothing: what is left of an engine's step is not known, and prompts that come later
-# share its steps. A narrower bound gathers conversations on the few engines that have a system prompt already
-# (simulated at 40 % load: without a bound P50 and P99 are 8 and 10 % higher; docs/negative-results.md).
+# Predictions that differ by less say nothing: what is left of an engine's step is not known, and later prompts share
+# its steps. A narrower bound gathers conversations on the few engines that have a system prompt already (simulated
+# at 40 % load: without a bound P50 and P99 are 8 and 10 % higher; docs/negative-results.md).
 NEAR, NEAR_SECONDS = 1.3, 0.003
 # Of a prompt token, where no engine has computed any yet: then all are alike, and only the number of tokens counts.
 UNKNOWN_SECONDS = 0.001
