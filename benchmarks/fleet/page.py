@@ -144,6 +144,9 @@ def page(
         alone=decision["bytes a block"],
         shared=decision["bytes a block, half shared"],
         real="" if real is None else REAL.format(**real, table=section(real)),
+        apart=""
+        if real
+        else " They have not been compared with\nreal replicas yet (`python -m benchmarks.fleet.real`).",
     )
 
 
@@ -159,7 +162,7 @@ Do not edit it.
 {engines} engines with {cache_tokens:,} tokens of KV memory each. Scheduler, cache, reports of block keys, index and
 choice are those of the server, in virtual time. Only the length of a step is a model, from measured steps of the
 bundle "{bundle}" (`benchmarks/fleet/bundles.py`). There is one gateway, reports take no time, and no engine fails.
-The figures depend on the seed ({seed}) and on nothing else of the machine.
+The figures depend on the seed ({seed}) and on nothing else of the machine.{apart}
 
 ## Bars
 
