@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.fleet.decision import BAR_BYTES, BAR_US
-from benchmarks.fleet.simulate import WARM, Figures
+from benchmarks.fleet.real import BAR, BARRED, FIGURES, differences, section
+from runtime.simulation.fleet import WARM, FleetFigures
 
 BLIND = ("round robin", "two choices", "least load")
 RIVALS = ("round robin", "least load", "session hash")
@@ -15,26 +16,23 @@ RIVALS = ("round robin", "least load", "session hash")
 
 @dataclass(frozen=True)
 class Compared:
-    """One workload under several policies. ``load``: a share of what round robin can answer, where that is known."""
+    """One workload under several policies, by name. ``load``: a share of what round robin can answer, if known."""
 
     workload: str
     load: float | None
     turns: int
-    figures: tuple[Figures, ...]
+    figures: Mapping[str, FleetFigures]
 
     @property
     def name(self) -> str:
         return self.workload if self.load is None else f"{self.workload} at {self.load:.0%}"
-
-    def of(self, policy: str) -> Figures | None:
-        return next((figures for figures in self.figures if figures.policy == policy), None)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "workload": self.workload,
             "load": self.load,
             "turns": self.turns,
-            "policies": [figures.as_json() for figures in self.figures],
+            "policies": {policy: figures.as_json() for policy, figures in self.figures.items()},
         }
 
 
@@ -50,22 +48,23 @@ def bars(compared: Sequence[Compared]) -> list[Bar]:
     """Those whose policies were all compared."""
     found = list[Bar]()
     for one in compared:
-        ours = one.of("exact")
+        figures = one.figures
+        ours = figures.get("exact")
         if ours is None:
             continue
-        blind = [figures for policy in BLIND if (figures := one.of(policy))]
+        blind = [policy for policy in BLIND if policy in figures]
         if one.load == 0.7 and blind:
-            ratios = {figures.policy: ours.ttft_p99 / figures.ttft_p99 for figures in blind}
+            ratios = {policy: ours.ttft_p99 / figures[policy].ttft_p99 for policy in blind}
             text = ", ".join(f"{ratio:.2f} of {policy}" for policy, ratio in ratios.items())
             found.append(Bar(f"{one.name}: P99 TTFT", "at most 0.25 of each", text, max(ratios.values()) <= 0.25))
-        rivals = [figures for policy in RIVALS if (figures := one.of(policy))]
+        rivals = [figures[policy] for policy in RIVALS if policy in figures]
         if rivals:
-            p50 = ours.ttft_p50 / min(figures.ttft_p50 for figures in rivals)
-            p99 = ours.ttft_p99 / min(figures.ttft_p99 for figures in rivals)
+            p50 = ours.ttft_p50 / min(rival.ttft_p50 for rival in rivals)
+            p99 = ours.ttft_p99 / min(rival.ttft_p99 for rival in rivals)
             text = f"P50 {p50:.2f}, P99 {p99:.2f}"
             what = f"{one.name}: TTFT, of the best of round robin, least load and session hash"
             found.append(Bar(what, "at most 1.05", text, max(p50, p99) <= 1.05))
-        oracle = one.of("most cached")
+        oracle = figures.get("most cached")
         if oracle is not None and oracle.hits:
             text = f"{ours.hits / oracle.hits:.1%}"
             found.append(
@@ -91,9 +90,9 @@ def table(compared: Sequence[Compared]) -> str:
     ]
     for one in compared:
         lines += [
-            f"| {one.name} | {figures.policy} | {figures.ttft_p50:,.0f} | {figures.ttft_p99:,.0f} "
+            f"| {one.name} | {policy} | {figures.ttft_p50:,.0f} | {figures.ttft_p99:,.0f} "
             f"| {figures.hits:.1%} | {figures.possible:.1%} | {figures.tokens_per_second:,.0f} |"
-            for figures in one.figures
+            for policy, figures in one.figures.items()
         ]
     return "\n".join(lines)
 
@@ -104,9 +103,30 @@ def bar_table(found: Sequence[Bar]) -> str:
     return "\n".join(lines)
 
 
-def page(compared: Sequence[Compared], settings: Mapping[str, Any], decision: Mapping[str, Any]) -> str:
-    """``settings``: bundle, engines, cache_tokens, seed, and saturation in conversations a second."""
-    found = [*bars(compared), *decision_bars(decision)]
+def real_bars(real: Mapping[str, Any]) -> list[Bar]:
+    """Of the simulation, against what ``benchmarks.fleet.real`` measured."""
+    return [
+        Bar(
+            f"simulated {FIGURES[name][0]}, of that of {real['engines']} real replicas",
+            f"within {BAR:.0%}",
+            f"{off:+.0%}",
+            abs(off) <= BAR,
+        )
+        for name, off in differences(real).items()
+        if name in BARRED
+    ]
+
+
+def page(
+    compared: Sequence[Compared],
+    settings: Mapping[str, Any],
+    decision: Mapping[str, Any],
+    real: Mapping[str, Any] | None = None,
+) -> str:
+    """``settings``: bundle, engines, cache_tokens, seed, and saturation in conversations a second. ``real``: what
+    ``benchmarks.fleet.real`` wrote.
+    """
+    found = [*bars(compared), *decision_bars(decision), *(real_bars(real) if real else [])]
     parts, tied = decision["microseconds"], decision["microseconds, all equal"]["decision"]
     return TEMPLATE.format(
         **settings,
@@ -123,6 +143,10 @@ def page(compared: Sequence[Compared], settings: Mapping[str, Any], decision: Ma
         tied=tied,
         alone=decision["bytes a block"],
         shared=decision["bytes a block, half shared"],
+        real="" if real is None else REAL.format(**real, table=section(real)),
+        apart=""
+        if real
+        else " They have not been compared with\nreal replicas yet (`python -m benchmarks.fleet.real`).",
     )
 
 
@@ -137,9 +161,8 @@ Do not edit it.
 
 {engines} engines with {cache_tokens:,} tokens of KV memory each. Scheduler, cache, reports of block keys, index and
 choice are those of the server, in virtual time. Only the length of a step is a model, from measured steps of the
-bundle "{bundle}" (`benchmarks/fleet/engines.py`). There is one gateway, reports take no time, and no engine fails.
-The figures depend on the seed ({seed}) and on nothing else of the machine. They have not been compared with real
-replicas yet.
+bundle "{bundle}" (`benchmarks/fleet/bundles.py`). There is one gateway, reports take no time, and no engine fails.
+The figures depend on the seed ({seed}) and on nothing else of the machine.{apart}
 
 ## Bars
 
@@ -171,4 +194,16 @@ replicas yet.
 tokens. Of {whole:.0f} µs, {keys:.0f} are the keys of the prompt's blocks and {index:.0f} the look-up for all engines.
 Where all engines are equally good it takes {tied:.0f} µs. The index takes {alone:.0f} bytes a block where engines
 share none, and {shared:.0f} where they share half of them. These are processor times of one thread on a busy machine.
+{real}"""
+
+REAL = """
+## Real replicas
+
+`python -m benchmarks.fleet.real BUNDLE`: {engines} processes of `tapeout engine` with one thread each on this machine
+({weights_mb} MB of weights), and the gateway's client of a fleet, answer {requests} requests of multi-turn
+conversations. Engines were to be busy for {load:.0%} of the time. Lengths of steps were measured just before. Engines
+share the machine's memory, so steps were measured while the other engine idles and while it works, and the simulation
+takes a mean of both, weighed by how busy engines are in it.
+
+{table}
 """

@@ -5,26 +5,13 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
-from typing import Protocol
 
-from benchmarks.fleet.engines import BLOCK_TOKENS, SimulatedEngine
-from runtime.gateway.routing.router import FleetRouter
-from runtime.wire.block_keys import block_keys
+from runtime.simulation.engine import SimulatedEngine
+from runtime.simulation.fleet import cached_tokens
+from runtime.simulation.routing import ExactRouting, PolicyMaker
 from runtime.wire.messages import GenerateRequest, StepReport
-
-
-class Policy(Protocol):
-    def choose(self, request: GenerateRequest, session: str) -> int:
-        """The number of an engine, to which the request is sent now."""
-        ...
-
-    def heard(self, engine: int, report: StepReport) -> None: ...
-
-    def ended(self, engine: int) -> None:
-        """A request of it."""
-        ...
 
 
 class _Blind(ABC):
@@ -92,38 +79,11 @@ class MostCached(_Blind):
         return self._least([engine for engine, tokens in enumerate(cached) if tokens == most])
 
 
-class Exact:
-    """Ours: the router of the gateway, fed by the engines' reports."""
-
-    def __init__(self, engines: Sequence[SimulatedEngine], seed: int) -> None:
-        self.router, self._engines = FleetRouter(), engines
-        self._names = [f"engine-{number}" for number in range(len(engines))]
-        for number, engine in enumerate(engines):
-            engine.watcher.begin(self.router.join(self._names[number], BLOCK_TOKENS))
-            self.heard(number, engine.report())
-
-    def choose(self, request: GenerateRequest, session: str) -> int:
-        best = self.router.choose(request, self._names, session)[0]
-        self.router.sent(best)
-        return self._names.index(best.engine)
-
-    def heard(self, engine: int, report: StepReport) -> None:
-        assert self.router.heard(self._names[engine], report) is None, "a report was lost, but nothing loses any here"
-
-    def ended(self, engine: int) -> None: ...
-
-
-POLICIES: dict[str, Callable[[Sequence[SimulatedEngine], int], Policy]] = {
+POLICIES: dict[str, PolicyMaker] = {
     "round robin": RoundRobin,
     "two choices": TwoChoices,
     "least load": LeastLoad,
     "session hash": SessionHash,
     "most cached": MostCached,
-    "exact": Exact,
+    "exact": ExactRouting,
 }
-
-
-def cached_tokens(engines: Sequence[SimulatedEngine], request: GenerateRequest) -> list[int]:
-    """That the pool of each has of the prompt."""
-    keys = block_keys(request.prompt[:-1], BLOCK_TOKENS, request.cache_salt)
-    return [len(engine.pool.find(keys)) * BLOCK_TOKENS for engine in engines]

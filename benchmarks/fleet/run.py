@@ -17,12 +17,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.fleet.bundles import BUNDLES
 from benchmarks.fleet.decision import decision
-from benchmarks.fleet.engines import BUNDLES, StepLengths
 from benchmarks.fleet.page import Compared, bar_table, bars, page, table
 from benchmarks.fleet.policies import POLICIES
-from benchmarks.fleet.simulate import FleetShape, simulate
-from benchmarks.fleet.workloads import Workload, multi_turn, read_trace, single_turn
+from runtime.simulation.fleet import FleetShape, simulate
+from runtime.simulation.step_lengths import StepLengths
+from runtime.simulation.traffic import Traffic, multi_turn, read_trace, single_turn
 from tapeout.errors import ExitCode, TapeoutError
 
 LOADS = (0.4, 0.7, 0.95)
@@ -35,24 +36,24 @@ TRACES = {
 }
 
 
-def saturation(workload: Workload, lengths: StepLengths, shape: FleetShape, seed: int) -> float:
+def saturation(workload: Traffic, lengths: StepLengths, shape: FleetShape, seed: int) -> float:
     """Conversations a second that round robin finishes, where they all come at once and nobody pauses to think."""
     at_once = workload.faster(1e9).without_pauses()
-    figures = simulate(at_once, "round robin", lengths, shape, seed)
+    figures = simulate(at_once, lengths, shape, POLICIES["round robin"], seed)
     answers = sum(len(turn.answer) for conversation in workload.conversations for turn in conversation.turns)
     return len(workload.conversations) * figures.tokens_per_second / answers
 
 
 def compare(
-    workload: Workload,
+    workload: Traffic,
     policies: Iterable[str],
     lengths: StepLengths,
     shape: FleetShape,
     seed: int = 0,
     load: float | None = None,
 ) -> Compared:
-    figures = [simulate(workload, policy, lengths, shape, seed) for policy in policies]
-    return Compared(workload.name, load, workload.turns, tuple(figures))
+    figures = {policy: simulate(workload, lengths, shape, POLICIES[policy], seed) for policy in policies}
+    return Compared(workload.name, load, workload.turns, figures)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -62,17 +63,21 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--cache-tokens", type=int, default=60_000, help="KV memory of each engine")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--seconds", type=float, default=40, help="of virtual time in which conversations start")
+    parser.add_argument(
+        "--seconds", type=float, default=40, help="in which conversations would start at full load; more at lower ones"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--real", type=Path, help="what benchmarks.fleet.real wrote, for the page")
     parser.add_argument(
         "--page", type=Path, help="write docs/benchmarks/fleet.md; measures the cost of a decision, too"
     )
     options = parser.parse_args(words)
+    real = json.loads(options.real.read_text(encoding="utf-8")) if options.real else None
     lengths, shape = BUNDLES[options.bundle], FleetShape(options.engines, options.cache_tokens)
     seed, seconds, compared = options.seed, options.seconds, list[Compared]()
 
-    def run(workload: Workload, load: float | None = None) -> None:
+    def run(workload: Traffic, load: float | None = None) -> None:
         print(f"{workload.name}: {workload.turns} requests", file=sys.stderr)
         compared.append(compare(workload, options.policies, lengths, shape, seed, load))
 
@@ -80,7 +85,8 @@ def main(words: Sequence[str] | None = None) -> int:
         most = saturation(multi_turn(seed, seconds=20, rate=options.engines), lengths, shape, seed)
         print(f"round robin can answer {most:.2f} multi-turn conversations a second", file=sys.stderr)
         for load in LOADS:
-            run(multi_turn(seed, seconds=seconds, rate=load * most), load)
+            # About as many conversations at each load: else P99 would be one of few requests where there is little.
+            run(multi_turn(seed, seconds=seconds / load, rate=load * most), load)
         rate = 0.5 / (300 * lengths.token + 60 * lengths.seconds(8, 0) / 8) * options.engines
         run(single_turn(seed, seconds=seconds / 2, rate=rate, prompt_tokens=300, answer_tokens=60))
         for name, (shrink, faster, first) in TRACES.items() if options.traces else ():
@@ -97,11 +103,12 @@ def main(words: Sequence[str] | None = None) -> int:
         "seed": seed,
         "saturation": most,
     }
+    cost = decision() if options.page else None
     if options.json:
-        content = {**settings, "compared": [one.as_json() for one in compared]}
+        content = {**settings, "compared": [one.as_json() for one in compared], "decision": cost}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if options.page:
-        options.page.write_text(page(compared, settings, decision()), encoding="utf-8")
+    if cost is not None:
+        options.page.write_text(page(compared, settings, cost, real), encoding="utf-8")
     return ExitCode.PASS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.cli.serve_http import answer, engine_files
@@ -19,6 +20,8 @@ def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
     discovery = find_engines(engines, fleet)
     if fleet.up is None:  # those that are started together may not be there yet
         discovery.read()  # what is wrong with it is said before anything is taken
+    if options.slo is None and fleet.slo is not None:
+        options = replace(options, slo=engines)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
     scaler = FleetScaler(fleet.scaling) if fleet.scaling else None

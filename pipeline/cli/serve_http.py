@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cli.serve_options import HttpOptions
 from runtime.gateway.engines.client import EngineClient
+from tapeout.slo import read_objectives
 
 if TYPE_CHECKING:
     from pipeline.cli.shadow import Mirrored
@@ -38,6 +39,7 @@ def answer(
     from runtime.gateway.http.run import ServeSettings, serve
     from runtime.gateway.operations.operations import Operations, OperationsSettings
 
+    slo = None if options.slo is None else read_objectives(options.slo)
     names = tuple(options.served_model_name or [name])
     traffic = options.traffic_log and TrafficSettings(
         options.traffic_log, options.traffic_share, tuple(options.traffic_redactor or ())
@@ -55,6 +57,7 @@ def answer(
             read_bandwidth=bandwidth,
             traces=options.traces,
             cors_origins=tuple(options.cors_origin or ()),
+            slo=slo,
         ),
         fleet,
     )

@@ -100,6 +100,13 @@ class HttpOptions:
     traffic_redactor: Annotated[
         list[str] | None, typer.Option(help="package.module:function that also redacts; may be given more than once.")
     ] = None
+    slo: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file with a section `slo`: objectives whose events are counted (docs/capacity.md). A gateway "
+            "also finds the section in its own file."
+        ),
+    ] = None
     traces: Annotated[
         bool, typer.Option("--traces", help="Send OpenTelemetry spans by OTLP (OTEL_EXPORTER_OTLP_ENDPOINT).")
     ] = False

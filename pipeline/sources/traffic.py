@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from pipeline.sources.locations import Fetched, fetch_source
 from pipeline.sources.source import folder_of
@@ -24,6 +24,7 @@ EXPECTED = "messages or prompts, and responses, as `tapeout serve --traffic-log`
 REMEDY = "remove the line, or name another file in data.traffic"
 
 log = logging.getLogger(__name__)
+Read = TypeVar("Read")
 
 
 def fetch_traffic(source: str, sha256: str | None, incoming: Path, data: Path) -> Fetched:
@@ -43,18 +44,49 @@ def exchanges(path: Path) -> list[dict[str, str]]:
     Torn lines, which are no JSON, are skipped, and a warning counts them. :class:`SourceError` if no line is left, or
     for JSON that is no line of a log.
     """
+    rows = _of_each_call(path, lambda call: [*_exchanges(call)])
+    if not rows:
+        raise SourceError(f"{path} holds no exchange", expected="a traffic log of `tapeout serve --traffic-log`")
+    return rows
+
+
+class LoggedCall(NamedTuple):
+    """``texts``: of the messages, or the prompt. Counts are those of all choices together."""
+
+    texts: tuple[str, ...]
+    responses: tuple[str, ...]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def logged_calls(path: Path) -> list[LoggedCall]:
+    """Every call of a log with one prompt, the oldest first. Errors as those of :func:`exchanges`."""
+    found = _of_each_call(path, _logged)
+    if not found:
+        raise SourceError(f"{path} holds no call", expected="a traffic log of `tapeout serve --traffic-log`")
+    return found
+
+
+def _logged(call: dict[str, Any]) -> list[LoggedCall]:
+    texts = [_text(message.get("content")) for message in call["messages"]] or call["prompts"]
+    if not call["messages"] and len(texts) != 1:
+        return []
+    responses, counts = call["responses"], (int(call["prompt_tokens"]), int(call["completion_tokens"]))
+    return [LoggedCall(tuple(texts), tuple(map(str, responses)), *counts)]
+
+
+def _of_each_call(path: Path, read: Callable[[dict[str, Any]], list[Read]]) -> list[Read]:
+    """What ``read`` makes of the lines of a file of the log, or of all in a folder."""
     # The server's current file has the name that comes last.
     files = [path] if path.is_file() else sorted(path.rglob(f"*{SUFFIX}"))
-    rows: list[dict[str, str]] = []
+    rows: list[Read] = []
     for file in files:
         calls, torn = _calls(file)
         if torn:
             log.warning("%s: %d of %d lines are torn, and skipped", file, torn, torn + len(calls))
         if torn and not calls:
             raise SourceError(f"{file} is no traffic log: none of its lines is JSON", expected=EXPECTED, remedy=REMEDY)
-        rows += [row for number, call in calls for row in _rows(file, number, call)]
-    if not rows:
-        raise SourceError(f"{path} holds no exchange", expected="a traffic log of `tapeout serve --traffic-log`")
+        rows += [row for number, call in calls for row in _rows(file, number, call, read)]
     return rows
 
 
@@ -68,9 +100,9 @@ def _calls(file: Path) -> tuple[list[tuple[int, Any]], int]:
     return calls, len(lines) - len(calls)
 
 
-def _rows(file: Path, number: int, call: Any) -> list[dict[str, str]]:
+def _rows(file: Path, number: int, call: Any, read: Callable[[dict[str, Any]], list[Read]]) -> list[Read]:
     try:
-        return [*_exchanges(call)]
+        return read(call)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         found = f"line {number} of {file.name} is no line of a traffic log: {error!r}"
         raise SourceError(found, expected=EXPECTED, remedy=REMEDY) from error

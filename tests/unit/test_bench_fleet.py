@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from benchmarks.fleet import decision, run
-from benchmarks.fleet.engines import BUNDLES, MAX_TOKENS, SimulatedEngine
-from benchmarks.fleet.page import Compared, bars
-from benchmarks.fleet.policies import POLICIES, Exact, MostCached, RoundRobin, SessionHash
+from benchmarks.fleet import decision, real, run
+from benchmarks.fleet.bundles import BUNDLES
+from benchmarks.fleet.page import Compared, bars, real_bars
+from benchmarks.fleet.policies import POLICIES, MostCached, RoundRobin, SessionHash
 from benchmarks.fleet.run import compare
-from benchmarks.fleet.simulate import Figures, FleetShape, simulate
-from benchmarks.fleet.workloads import Workload, multi_turn, read_trace, single_turn
-from runtime.wire.messages import GenerateRequest
+from runtime.gateway.fleet.client import FleetClient
+from runtime.simulation.engine import MAX_TOKENS, SimulatedEngine
+from runtime.simulation.fleet import FleetFigures, FleetShape, simulate
+from runtime.simulation.routing import ExactRouting
+from runtime.simulation.traffic import Conversation, Traffic, Turn, multi_turn, read_trace, single_turn
+from runtime.wire.messages import Delta, GenerateRequest
 from tapeout.errors import ExitCode, RequestError
 
 LENGTHS, SHAPE = BUNDLES["default"], FleetShape(engines=3, cache_tokens=8192)
@@ -24,21 +31,20 @@ TALKS = multi_turn(3, seconds=6, rate=2, turns=3, think_seconds=1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_is_answered_and_a_seed_repeats_all_figures(policy: str) -> None:
     """The caches are too small for all conversations, so blocks are evicted and requests preempted."""
-    found = simulate(TALKS, policy, LENGTHS, SHAPE)
-    assert found == simulate(TALKS, policy, LENGTHS, SHAPE)
+    found = simulate(TALKS, LENGTHS, SHAPE, POLICIES[policy])
+    assert found == simulate(TALKS, LENGTHS, SHAPE, POLICIES[policy])
     assert 0.8 * TALKS.turns <= found.requests <= TALKS.turns
     assert 0 < found.ttft_p50 <= found.ttft_p99 and 0 <= found.hits <= 1 and found.tokens_per_second > 0
 
 
-def test_the_index_of_ours_is_what_the_pools_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[Exact, list[SimulatedEngine]]] = []
+def test_the_index_of_ours_is_what_the_pools_hold() -> None:
+    made: list[tuple[ExactRouting, Sequence[SimulatedEngine]]] = []
 
-    def kept(engines: list[SimulatedEngine], seed: int) -> Exact:
-        made.append((policy := Exact(engines, seed), engines))
+    def kept(engines: Sequence[SimulatedEngine], seed: int) -> ExactRouting:
+        made.append((policy := ExactRouting(engines, seed), engines))
         return policy
 
-    monkeypatch.setitem(POLICIES, "exact", kept)
-    simulate(TALKS, "exact", LENGTHS, FleetShape(engines=3, cache_tokens=4096))
+    simulate(TALKS, LENGTHS, FleetShape(engines=3, cache_tokens=4096), kept)
     ((policy, engines),) = made
     policy.router.index.check()
     distinct = {key for engine in engines for key in engine.pool.keys}
@@ -50,7 +56,10 @@ def test_the_index_of_ours_is_what_the_pools_hold(monkeypatch: pytest.MonkeyPatc
 
 def test_conversations_find_their_blocks_where_they_were_answered() -> None:
     roomy = FleetShape(engines=3)
-    hits = {policy: simulate(TALKS, policy, LENGTHS, roomy).hits for policy in ("round robin", "exact", "most cached")}
+    hits = {
+        policy: simulate(TALKS, LENGTHS, roomy, POLICIES[policy]).hits
+        for policy in ("round robin", "exact", "most cached")
+    }
     assert hits["exact"] > hits["round robin"] + 0.1
     assert hits["exact"] > 0.9 * hits["most cached"]
 
@@ -92,7 +101,7 @@ def test_a_conversation_repeats_its_history() -> None:
 def test_bursts_share_nothing() -> None:
     burst = single_turn(1, seconds=5, rate=4, prompt_tokens=100, answer_tokens=20)
     assert burst.turns > 5
-    assert simulate(burst, "exact", LENGTHS, SHAPE).hits == 0
+    assert simulate(burst, LENGTHS, SHAPE).hits == 0
 
 
 # --- traces, of which none is part of the project --------------------------------------------------------------------
@@ -137,23 +146,24 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, content: str) ->
 # --- bars ------------------------------------------------------------------------------------------------------------
 
 
-def figures(policy: str, p50: float, p99: float, hits: float = 0.5) -> Figures:
-    return Figures(policy, 100, p50, p99, hits, 0.9, 100.0, 1)
+def figures(p50: float, p99: float, hits: float = 0.5) -> FleetFigures:
+    return FleetFigures(100, p50, p99, 1.0, 2.0, hits, 0.9, 100.0, 0.5, 1)
 
 
 def test_bars_hold_and_are_missed() -> None:
     """Planted: the mean of the others instead of the best, and the bar of 70 % at every load."""
-    others = (figures("round robin", 100, 400), figures("least load", 90, 500), figures("most cached", 10, 90, 0.52))
-    good = Compared("w", 0.7, 9, (*others, figures("exact", 90, 101)))
+    rivals = {"round robin": figures(100, 400), "least load": figures(90, 500)}
+    others = {**rivals, "most cached": figures(10, 90, 0.52)}
+    good = Compared("w", 0.7, 9, {**others, "exact": figures(90, 101)})
     assert [(bar.what, bar.holds) for bar in bars([good])] == [
         ("w at 70%: P99 TTFT", False),
         ("w at 70%: TTFT, of the best of round robin, least load and session hash", True),
         ("w at 70%: hits, of most cached", False),
     ]
     assert "0.25 of round robin, 0.20 of least load" in bars([good])[0].found
-    best = Compared("w", 0.7, 9, (*others[:2], figures("exact", 96, 90)))
+    best = Compared("w", 0.7, 9, {**rivals, "exact": figures(96, 90)})
     assert [bar.holds for bar in bars([best])] == [True, False]
-    other = Compared("w", None, 9, (*others[:2], figures("exact", 94, 90)))
+    other = Compared("w", None, 9, {**rivals, "exact": figures(94, 90)})
     assert [bar.holds for bar in bars([other])] == [True]
     assert bars([Compared("w", None, 9, others)]) == []
 
@@ -172,7 +182,7 @@ def test_the_command_writes_a_table_and_json(
     assert printed.partition("\n\n")[0] in written_page.read_text()
     written = json.loads(path.read_text())
     assert [one["workload"] for one in written["compared"]] == ["multi-turn", "single-turn"]
-    assert {one["policy"] for one in written["compared"][0]["policies"]} == {"round robin", "exact"}
+    assert set(written["compared"][0]["policies"]) == {"round robin", "exact"}
 
 
 def test_a_folder_with_a_broken_trace_is_one_clear_error(
@@ -191,9 +201,64 @@ def test_round_robin_answers_no_more_than_it_can() -> None:
     assert 0 < most < twice
 
 
+REAL: dict[str, Any] = {
+    "engines": 2,
+    "load": 0.4,
+    "requests": 400,
+    "weights_mb": 120,
+    "real": {
+        "ttft_p50": 50.0,
+        "ttft_p99": 200.0,
+        "hits": 0.8,
+        "tokens_per_second": 90.0,
+        "itl_p50": 5.0,
+        "itl_p99": 9.0,
+    },
+    "simulated": {
+        "ttft_p50": 57.0,
+        "ttft_p99": 260.0,
+        "hits": 0.8,
+        "tokens_per_second": 91.0,
+        "itl_p50": 9.0,
+        "itl_p99": 9.0,
+    },
+}
+
+
+def test_the_page_says_how_far_the_simulation_is_from_real_replicas() -> None:
+    """Planted: a difference that counts in one direction only."""
+    assert [bar.holds for bar in real_bars(REAL)] == [True, False, True, True]
+    swapped = {**REAL, "real": REAL["simulated"], "simulated": REAL["real"]}
+    assert [bar.holds for bar in real_bars(swapped)] == [True, False, True, True]
+    assert "| TTFT P99 | 200.0 ms | 260.0 ms | +30% | **missed** |" in real.section(REAL)
+    assert "| hits | 80.0 % | 80.0 % | +0% | holds |" in real.section(REAL)
+
+
+def test_real_replicas_are_told_answers_that_they_gave() -> None:
+    """A turn's prompt has the real tokens of the answers before it. Planted: those of the traffic."""
+    asked = list[list[int]]()
+
+    class Answers:
+        info = SimpleNamespace(vocab_size=1000)
+
+        async def generate(self, request: GenerateRequest, session: str = "") -> AsyncGenerator[Delta]:
+            asked.append([*request.prompt])
+            for number in range(request.max_new_tokens):
+                yield Delta(request.id, (60_000 + number,), cached_tokens=7)
+
+    talk = Conversation(
+        "c",
+        0.0,
+        (Turn((range(5),), range(100, 103)), Turn((range(5), range(100, 103), range(200, 202)), range(300, 301))),
+    )
+    found = asyncio.run(real.replayed(cast(FleetClient, Answers()), Traffic("t", (talk,))))
+    assert asked[1][:5] == asked[0] and asked[1][5:8] == [60_000, 60_001, 60_002] and len(asked[1]) == 10
+    assert (len(found.ttft), len(found.gaps), found.hits, found.prompt_tokens) == (2, 2, 14, 15)
+
+
 def test_compare_runs_each_policy_once() -> None:
-    found = compare(Workload("w", TALKS.conversations[:3]), ["exact", "round robin"], LENGTHS, SHAPE, load=0.5)
-    assert [one.policy for one in found.figures] == ["exact", "round robin"] and found.of("least load") is None
+    found = compare(Traffic("w", TALKS.conversations[:3]), ["exact", "round robin"], LENGTHS, SHAPE, load=0.5)
+    assert [*found.figures] == ["exact", "round robin"]
 
 
 def test_the_cost_of_a_decision_is_measured_by_part() -> None:

@@ -59,6 +59,7 @@ COMMANDS = [
     "report",
     "inspect",
     "plan",
+    "capacity",
     "costs",
     "doctor",
     "stage",

@@ -6,9 +6,10 @@ from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
-from benchmarks.fleet.engines import BLOCK_TOKENS, BUNDLES, SimulatedEngine
-from benchmarks.fleet.simulate import percentile
+from benchmarks.fleet.bundles import BUNDLES
 from runtime.gateway.routing.router import FleetRouter
+from runtime.simulation.engine import BLOCK_TOKENS, SimulatedEngine
+from runtime.simulation.fleet import percentile
 from runtime.wire.messages import GenerateRequest
 
 ENGINES, CACHE_TOKENS, WARM_SECONDS = 4, 60_000, 20.0

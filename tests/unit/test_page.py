@@ -28,6 +28,7 @@ from runtime.gateway.operations.page import policy
 from runtime.gateway.text.chat_template import ChatTemplate
 from runtime.gateway.text.model import TextModel
 from runtime.wire.messages import EngineStats
+from tapeout.slo import LatencyObjective, ServiceLevelObjectives
 from tests.http_server import END, END_TOKEN, MODEL, TEMPLATE, VOCAB, byte_tokenizer, ids, listening
 from tests.serving_client import LocalClient, ScriptEngine
 
@@ -132,6 +133,7 @@ def test_gauges_show_what_the_engine_reports(
     url: str, client: LocalClient, opened: Callable[..., tuple[Any, list[str]]]
 ) -> None:
     page, _ = opened(url)
+    playwright.expect(page.locator("#slo")).to_be_hidden()
     for held, hits in ((2, 0), (6, 30)):
         client.stats = client.stats._replace(blocks=8, blocks_held=held, prefix_queries=40, prefix_hits=hits)
         playwright.expect(page.get_by_role("meter", name="KV cache in use")).to_have_attribute(
@@ -163,6 +165,26 @@ def test_a_fleet_shows_its_engines_and_a_release_that_is_under_way(
         playwright.expect(page.locator("#release")).to_contain_text("Release, canary: bbbbbbbbbbbb is on 1 engines")
         inner, needed = page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
         assert needed <= inner and problems == []
+
+
+def test_objectives_show_what_is_left_of_their_budgets(
+    client: LocalClient, opened: Callable[..., tuple[Any, list[str]]], tmp_path: Path
+) -> None:
+    slo = ServiceLevelObjectives(
+        availability=0.999, ttft=LatencyObjective(seconds=60), itl=LatencyObjective(seconds=0.001)
+    )
+    with listening(application(client, OperationsSettings(slo=slo))) as url:
+        page, problems = opened(url, 390)
+        playwright.expect(page.locator("#budgets tr")).to_have_count(3)
+        playwright.expect(page.locator("#budgets tr").first).to_contain_text("–")
+        ask(page, "Why is the sky blue?")
+        playwright.expect(page.locator("#budgets tr").last).to_contain_text("spent")
+        playwright.expect(page.locator("#budgets tr").last).to_contain_text("between tokens at most 1 ms")
+        playwright.expect(page.locator("#budgets tr").nth(1)).to_contain_text("100 %")
+        page.screenshot(
+            path=str(Path(os.environ.get("TAPEOUT_SCREENSHOTS", tmp_path)) / "page-slo.png"), full_page=True
+        )
+        assert problems == []
 
 
 def test_stop_ends_the_answer_and_its_request(

@@ -132,6 +132,21 @@ def test_sessions_and_first_blocks_break_ties_alone() -> None:
     assert {told.order(request(), session=f"s{number}")[0] for number in range(40)} == {"a"}
 
 
+def test_near_ties_go_where_the_fewest_requests_are() -> None:
+    """Planted: the hash of the session decides among all that are near."""
+    told = Told(*"abcd")
+    for engine in told.turns:
+        told.say(engine, IDLE._replace(running=2))
+    told.say("c", IDLE._replace(running=1))
+    sessions = [f"s{number}" for number in range(40)]
+    assert {told.order(request(), session)[0] for session in sessions} == {"c"}
+    told.say("b", IDLE._replace(running=0, backlog_tokens=30))
+    assert {told.order(request(), session)[0] for session in sessions} == {"c"}, "its backlog is no near tie"
+    sent = told.router.choose(request([1]), list("abcd"))[0]
+    told.router.sent(sent)
+    assert sent.engine == "c" and told.router._engines["c"].requests == 2, "what is on its way counts"
+
+
 def test_what_is_answered_counts_as_prompt() -> None:
     """A request that goes on elsewhere. Planted: its prompt alone is looked up, and its tokens are not counted."""
     told = Told("a", "b")

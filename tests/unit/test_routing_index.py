@@ -241,6 +241,17 @@ def test_changes_come_once_and_only_what_holds_now() -> None:
     assert reports.next([watcher])[0].blocks == KeyChanges()
 
 
+def test_a_block_that_is_forgotten_is_told() -> None:
+    """As the snapshot of an answer that a later one replaces. Planted: only blocks that are taken again are told."""
+    pool = pool_of(1, blocks=2)
+    reports, watcher = reports_of(pool), RoutingWatcher()
+    watcher.begin(0)
+    reports.next([watcher])
+    (block,) = pool.find([key(1)])
+    pool.forget(block, key(1))
+    assert reports.next([watcher])[0].blocks == KeyChanges(b"", shorts(1))
+
+
 def test_one_that_hears_too_little_is_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has yet to hear stays bounded by the pool."""
     monkeypatch.setattr(routing, "MOST_KEYS", 1)

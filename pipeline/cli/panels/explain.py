@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.shared import Artifacts, Json, Params, show
+from pipeline.cli.capacity_options import ReplicaOptions, TrafficOptions
+from pipeline.cli.shared import Artifacts, Json, Params, show, with_options
 from tapeout.errors import ArtifactError, ExitCode
 
 commands = typer.Typer()
@@ -44,6 +45,31 @@ def inspect(
     show(asdict(found), explanation(found), as_json)
     if found.problems:
         raise typer.Exit(ExitCode.BROKEN)
+
+
+@on_panel()
+@with_options
+def capacity(
+    *,
+    traffic: TrafficOptions,
+    replica: ReplicaOptions,
+    slo: Annotated[Path | None, typer.Option(help="YAML file with a section `slo` (docs/capacity.md).")] = None,
+    ttft: Annotated[float | None, typer.Option(min=0.001, help="Most seconds to the first token, P99.")] = None,
+    itl: Annotated[float | None, typer.Option(min=0.0001, help="Most seconds between tokens, P99.")] = None,
+    most: Annotated[int, typer.Option(min=1, help="Most replicas that are tried.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """How many replicas a traffic needs to meet its objectives, and what a million tokens then cost; by simulation.
+
+    Exits with 1 if not even the most replicas are enough, and with 3 if the traffic is too short to say.
+
+    Example: `tapeout capacity --rate 4 --ttft 0.5 --itl 0.05 --price-per-hour 0.10`
+    """
+    from pipeline.cli import capacity as command
+
+    record, table, code = command.run(traffic, replica, command.objectives(slo, ttft, itl), most)
+    show(record, table, as_json)
+    raise typer.Exit(code)
 
 
 @on_panel()

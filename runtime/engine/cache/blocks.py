@@ -99,6 +99,8 @@ class BlockPool:
         if block in self._cached and self._key.get(block) == key:
             del self._cached[block], self._key[block], self._block[key]
             self._free.append(block)
+            if self._changes is not None:
+                self._changes[key] = False
 
     def release(self, blocks: Sequence[int]) -> None:
         """One sequence gives these up, in the order of its positions. The last are the first to be taken again."""

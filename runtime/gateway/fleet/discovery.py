@@ -9,6 +9,7 @@ The static file is YAML::
     external:                      # servers of another kind, see runtime/gateway/fleet/external.py
       - {url: "http://10.0.0.21:8000/v1", model: llama, text: exported/llama, key: vllm.key}
     scaling: {least: 2, most: 8}   # if the gateway is to say how many engines there should be
+    slo: {availability: 0.999}     # see :mod:`tapeout.slo`; read once, when the gateway starts
 
 Instead of ``engines`` it may say what ``tapeout fleet up`` starts (``up``; the engines are then those that run), or
 name a ``table`` (a database, :mod:`runtime.gateway.fleet.table_discovery`) or ``kubernetes``
@@ -29,6 +30,7 @@ from runtime.gateway.fleet.release import ReleasePlan, plan_path, read_plan
 from runtime.gateway.fleet.scaling import ScalingSettings
 from runtime.wire.address import Address, read_key
 from tapeout.errors import TapeoutError, one_line
+from tapeout.slo import ServiceLevelObjectives
 
 
 class FleetFileError(TapeoutError):
@@ -92,6 +94,7 @@ class FleetFile(BaseModel):
     external: tuple[_External, ...] = ()
     key: Path | None = None
     scaling: ScalingSettings | None = None
+    slo: ServiceLevelObjectives | None = None
 
     @model_validator(mode="after")
     def _require_one_source(self) -> FleetFile:

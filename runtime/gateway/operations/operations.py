@@ -26,10 +26,12 @@ from runtime.gateway.http.service import LEVEL, Service
 from runtime.gateway.operations.fleet import Fleet, FleetView
 from runtime.gateway.operations.health import Health
 from runtime.gateway.operations.metrics import HttpMetrics, Metrics
+from runtime.gateway.operations.objectives import ObjectiveEvents
 from runtime.gateway.operations.page import Page
 from runtime.gateway.operations.tracing import TraceContext, Tracing, otlp_provider
 from runtime.gateway.protocol.calls import REQUEST_ID, Hook
 from tapeout.errors import TapeoutError
+from tapeout.slo import ServiceLevelObjectives
 
 _ORIGIN = re.compile(r"https?://[^/\s?#@*]+")
 # Headers that a script may read besides the ones that browsers always show.
@@ -57,6 +59,7 @@ class OperationsSettings:
     read_bandwidth: float | None = None
     traces: bool = False  # send spans by OTLP
     cors_origins: tuple[str, ...] = ()
+    slo: ServiceLevelObjectives | None = None
 
     def __post_init__(self) -> None:
         for origin in self.cors_origins:
@@ -98,10 +101,22 @@ class Operations:
         self.traffic = TrafficLog(settings.traffic, self._decode) if settings.traffic else None
         if self.traffic is not None:
             self.metrics.registry.register(self.traffic)
+        self.objectives = ObjectiveEvents(settings.slo) if settings.slo else None
+        if self.objectives is not None:
+            self.metrics.registry.register(self.objectives)
         self.tracing = Tracing(otlp_provider()) if settings.traces else None
         # Metrics and spans come first and see what the limits refuse; the last ones see what was admitted.
-        hooks: list[Hook | None] = [self.metrics, self.tracing, self.keys, view, self.usage, self.traffic]
-        page = Page(self.metrics, self.health, *([] if view is None else [view.replicas, view.release]))
+        hooks: list[Hook | None] = [
+            *(self.metrics, self.objectives, self.tracing, self.keys),
+            *(view, self.usage, self.traffic),
+        ]
+        page = Page(
+            self.metrics,
+            self.health,
+            list if view is None else view.replicas,
+            str if view is None else view.release,
+            list if self.objectives is None else self.objectives.budgets,
+        )
         own = [] if view is None else view.routes()
         self.extensions = Extensions(
             routers=[APIRouter(routes=[self.metrics.route(), *self.health.routes(), *page.routes(), *own])],

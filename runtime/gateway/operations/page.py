@@ -38,6 +38,7 @@ class Page:
     """Mount :meth:`routes`. The numbers are those of all calls: no text, and no key.
 
     ``replicas``, ``release``: of several engines, see :class:`runtime.gateway.operations.fleet.FleetView`.
+    ``budgets``: of objectives, as :meth:`runtime.gateway.operations.objectives.ObjectiveEvents.budgets`.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Page:
         health: Health,
         replicas: Callable[[], list[dict[str, Any]]] = list,
         release: Callable[[], str] = str,
+        budgets: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
-        self._metrics, self._health, self._replicas, self._release = metrics, health, replicas, release
+        self._metrics, self._health = metrics, health
+        self._replicas, self._release, self._budgets = replicas, release, budgets
         self._html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         self._looks: deque[_Look] = deque()
 
@@ -104,6 +107,7 @@ class Page:
             "accepted_tokens": counted["accepted_tokens"],
             "replicas": self._replicas(),
             "release": self._release(),
+            "slo": self._budgets(),
             "recent": [call._asdict() for call in list(metrics.recent)[: -SHOWN_CALLS - 1 : -1]],
         }
 

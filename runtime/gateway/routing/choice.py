@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from runtime.wire.messages import EngineLoad
 
-# Predictions that differ by less say nothing: what is left of an engine's step is not known. A narrower bound gathers
-# conversations on the few engines that have a system prompt already (simulated: at 1.1 and 1 ms a P50 5 % higher).
+# Predictions that differ by less say nothing: what is left of an engine's step is not known, and later prompts share
+# its steps. A narrower bound gathers conversations on the few engines that have a system prompt already (simulated
+# at 40 % load: without a bound P50 and P99 are 8 and 10 % higher; docs/negative-results.md).
 NEAR, NEAR_SECONDS = 1.3, 0.003
 # Of a prompt token, where no engine has computed any yet: then all are alike, and only the number of tokens counts.
 UNKNOWN_SECONDS = 0.001
@@ -54,23 +55,30 @@ class Speed(NamedTuple):
 
     def seconds(self, tokens: int) -> float:
         """Until so many tokens are computed."""
-        return self.wait + max(self.step + tokens * self.token, tokens * self.full)
+        wait, step, token, full = self
+        some, whole = step + tokens * token, tokens * full
+        return wait + (max(whole, some))  # called for each engine: max() takes twice as long
 
 
 class EngineOption(NamedTuple):
-    """An engine that could take a request. ``seconds``: to the first token; ``tokens``: of the prompt to compute."""
+    """An engine that could take a request. ``seconds``: to the first token; ``tokens``: of the prompt to compute.
+
+    ``requests``: that are there already.
+    """
 
     engine: str
     seconds: float
     tokens: int
+    requests: int = 0
 
 
 _seconds = itemgetter(1)
 
 
 def ranked(options: Sequence[EngineOption], tie: bytes) -> list[EngineOption]:
-    """The best first. Those that are nearly as good as the best are in the order that ``tie`` gives them, which is
-    the same in every gateway, and changes little where engines come and go (rendezvous hashing).
+    """The best first. Of those that are nearly as good as the best, the ones with the fewest requests come first: each
+    makes the steps of all others longer. What is equal in this, too, is in the order that ``tie`` gives, which is the
+    same in every gateway, and changes little where engines come and go (rendezvous hashing).
 
     >>> options = [EngineOption("a", 0.3, 9), EngineOption("b", 0.1, 9), EngineOption("c", 0.2, 9)]
     >>> [option.engine for option in ranked(options, b"")]
@@ -85,8 +93,12 @@ def ranked(options: Sequence[EngineOption], tie: bytes) -> list[EngineOption]:
         near += 1
     if near > 1:
         hashed = _hash(tie)
-        # A product of 64 bits mixes two hashes in a tenth of the time that a third hash takes.
-        best[:near] = sorted(best[:near], key=lambda option: -((hashed ^ _hash_of(option.engine)) * _ODD & _BITS))
+
+        def place(option: EngineOption) -> tuple[int, int]:
+            # A product of 64 bits mixes two hashes in a tenth of the time that a third hash takes.
+            return option.requests, -((hashed ^ _hash_of(option.engine)) * _ODD & _BITS)
+
+        best[:near] = sorted(best[:near], key=place)
     return best
 
 

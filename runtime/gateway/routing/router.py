@@ -21,6 +21,7 @@ class _Engine:
     sent: int = 0  # requests
     unseen: deque[int] = field(default_factory=deque[int])
     tokens: int = 0  # of the backlog and the unseen
+    requests: int = 0  # that run or wait, and the unseen
     speed: Speed = field(init=False)
 
 
@@ -68,7 +69,7 @@ class FleetRouter:
     def choose(self, request: GenerateRequest, engines: Sequence[str], session: str = "") -> list[EngineOption]:
         """These engines, the best first. ``session``: the conversation of the request, if its client names it.
 
-        The blocks say already where a conversation is, so it only decides between engines that are nearly equal.
+        The blocks say already where a conversation is, so it only decides between engines that are equal otherwise.
         What is answered already is computed like a prompt.
         """
         prompt = [*request.prompt, *request.answered] if request.answered else request.prompt
@@ -78,7 +79,8 @@ class FleetRouter:
         for name in engines:
             engine = self._engines[name]
             missing = tokens - cached.get(name, 0) * engine.block_tokens
-            options.append(EngineOption(name, engine.speed.seconds(engine.tokens + missing), missing))
+            seconds = engine.speed.seconds(engine.tokens + missing)
+            options.append(EngineOption(name, seconds, missing, engine.requests))
         return ranked(options, session.encode("utf-8", "surrogatepass") or tie)
 
     def sent(self, option: EngineOption) -> None:
@@ -91,19 +93,22 @@ class FleetRouter:
     def _cached(
         self, request: GenerateRequest, prompt: Sequence[int], engines: Sequence[str]
     ) -> tuple[dict[str, int], bytes]:
-        """Blocks of the prompt by engine, and the key of the first one; of a prompt without any, the prompt itself."""
+        """Blocks of the prompt by engine, others than these among them, and the key of the first one; of a prompt
+        without any, the prompt itself.
+        """
         cached, tie = dict[str, int](), b""
-        for size in {self._engines[name].block_tokens for name in engines}:
+        sizes = {self._engines[name].block_tokens for name in engines}
+        for size in sizes:
             keys = block_keys(prompt[:-1], size, request.cache_salt)  # the last token is computed in any case
             tie = keys[0] if keys else repr(prompt).encode()
             if request.prompt_logprobs is None:  # else every token is computed
                 found = self.index.resumable(keys)
-                cached |= {name: found[name] for name in found.keys() & engines if self._size(name) == size}
+                if len(sizes) == 1:
+                    return found, tie
+                cached |= {name: blocks for name, blocks in found.items() if self._engines[name].block_tokens == size}
         return cached, tie
-
-    def _size(self, engine: str) -> int:
-        return self._engines[engine].block_tokens
 
     def _count(self, engine: _Engine) -> None:
         engine.tokens = engine.load.backlog_tokens + sum(engine.unseen)
+        engine.requests = engine.load.running + engine.load.waiting + len(engine.unseen)
         engine.speed = Speed.of(engine.load, len(engine.unseen), self._unknown)

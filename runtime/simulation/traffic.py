@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
 from random import Random
+from typing import Protocol
 
-from tapeout.errors import RequestError
+from tapeout.errors import RequestError, one_line
 
 SPAN = 1 << 20  # numbers that one text takes at most
+_ORIGINS = {".jsonl": "Mooncake's conversation_trace.jsonl", ".csv": "Azure's AzureLLMInferenceTrace_conv.csv"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Workload:
+class Traffic:
     """``conversations``: in the order of their starts."""
 
     name: str
@@ -56,12 +58,12 @@ class Workload:
     def turns(self) -> int:
         return sum(len(conversation.turns) for conversation in self.conversations)
 
-    def faster(self, factor: float) -> Workload:
+    def faster(self, factor: float) -> Traffic:
         """So many times as many conversations a second."""
         moved = [replace(conversation, start=conversation.start / factor) for conversation in self.conversations]
         return replace(self, conversations=tuple(moved))
 
-    def without_pauses(self) -> Workload:
+    def without_pauses(self) -> Traffic:
         """Each turn begins as soon as the answer before it has ended."""
         made = [
             replace(conversation, turns=tuple(replace(turn, think_seconds=0.0) for turn in conversation.turns))
@@ -69,7 +71,7 @@ class Workload:
         ]
         return replace(self, conversations=tuple(made))
 
-    def first(self, seconds: float) -> Workload:
+    def first(self, seconds: float) -> Traffic:
         """The conversations that start within so many seconds."""
         return replace(self, conversations=tuple(c for c in self.conversations if c.start < seconds))
 
@@ -86,7 +88,7 @@ def multi_turn(
     turns: float = 5,
     think_seconds: float = 6,
     most_tokens: int = 2048,
-) -> Workload:
+) -> Traffic:
     """``rate`` conversations a second, Poisson. Lengths are gamma of shape 2, turns geometric, pauses exponential.
 
     ``most_tokens``: a conversation ends before it would become longer.
@@ -111,10 +113,10 @@ def multi_turn(
                 break
         conversations.append(Conversation(f"c{len(conversations)}", now, tuple(made)))
         now += random.expovariate(rate)
-    return Workload("multi-turn", tuple(conversations))
+    return Traffic("multi-turn", tuple(conversations))
 
 
-def single_turn(seed: int, *, seconds: float, rate: float, prompt_tokens: float, answer_tokens: float) -> Workload:
+def single_turn(seed: int, *, seconds: float, rate: float, prompt_tokens: float, answer_tokens: float) -> Traffic:
     """Prompts that share nothing; gaps between them are gamma of shape 0.5, so they come in bursts."""
     random, texts, now = Random(seed), count(1), 0.0
     conversations = list[Conversation]()
@@ -122,24 +124,71 @@ def single_turn(seed: int, *, seconds: float, rate: float, prompt_tokens: float,
         lengths = [max(1, round(random.gammavariate(2, mean / 2))) for mean in (prompt_tokens, answer_tokens)]
         prompt, answer = (range(start := next(texts) * SPAN, start + length) for length in lengths)
         conversations.append(Conversation(f"c{len(conversations)}", now, (Turn((prompt,), answer),)))
-    return Workload("single-turn", tuple(conversations))
+    return Traffic("single-turn", tuple(conversations))
 
 
-def read_trace(path: Path, shrink: int = 1, most_tokens: int = 2048) -> Workload:
+class LoggedTexts(Protocol):
+    """What a log says of a call: texts of its messages, what was answered, and all tokens of both."""
+
+    @property
+    def texts(self) -> Sequence[str]: ...
+    @property
+    def responses(self) -> Sequence[str]: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
+
+
+def logged_traffic(calls: Sequence[LoggedTexts], seed: int, rate: float, most_tokens: int = 2048) -> Traffic:
+    """Calls of a log in their order, at ``rate`` a second, Poisson: a log does not say when they came.
+
+    Equal texts are equal tokens, so prompts share what they shared. A text has its share of the prompt's tokens, by its
+    length, and an answer is found again where it is a message of a later call.
+    """
+    random, spans, now = Random(seed), dict[str, range](), 0.0
+
+    def span(text: str, tokens: float) -> range:
+        start = len(spans) * SPAN
+        return spans.setdefault(text, range(start, start + max(1, round(tokens))))
+
+    conversations = list[Conversation]()
+    for call in calls:
+        answer_tokens = min(max(1, call.completion_tokens // max(1, len(call.responses))), most_tokens // 2)
+        characters = max(1, sum(map(len, call.texts)))
+        prompt, room = list[range](), most_tokens - answer_tokens
+        for text in call.texts:
+            whole = span(text, call.prompt_tokens * len(text) / characters)
+            prompt.append(whole[:room])
+            room -= len(prompt[-1])
+        answer = span("".join(call.responses[:1]), answer_tokens)[:answer_tokens]
+        name = call.texts[0] if call.texts else ""
+        now += random.expovariate(rate)
+        conversations.append(Conversation(name, now, (Turn(tuple(filter(len, prompt)), answer),)))
+    return Traffic("traffic log", tuple(conversations))
+
+
+def read_trace(path: Path, shrink: int = 1, most_tokens: int = 2048) -> Traffic:
     """``shrink``: lengths are divided by it. Prompts are cut to ``most_tokens`` less their answer.
 
     A ``.jsonl`` in the format of Mooncake's traces, whose prompts share blocks of 512 tokens, or a ``.csv`` in that of
     Azure's, which say nothing of what prompts share.
     """
+    read: Callable[[Path, int, int], Iterator[Conversation]] | None
     read = {".jsonl": _mooncake, ".csv": _azure}.get(path.suffix)
     if read is None:
         raise RequestError(f"a trace called {path.name}", expected="a .jsonl of Mooncake's or a .csv of Azure's format")
-    conversations = sorted(read(path, shrink, most_tokens), key=lambda conversation: conversation.start)
+    try:
+        conversations = sorted(read(path, shrink, most_tokens), key=lambda conversation: conversation.start)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestError(
+            f"{path} cannot be read: {one_line(error, 200)}", expected=f"lines as in {_ORIGINS[path.suffix]}"
+        ) from error
     if not conversations:
         raise RequestError(f"{path} holds no request", expected="one a line")
     first = conversations[0].start
     moved = [replace(conversation, start=conversation.start - first) for conversation in conversations]
-    return Workload(path.stem, tuple(moved))
+    return Traffic(path.stem, tuple(moved))
 
 
 def _mooncake(path: Path, shrink: int, most_tokens: int) -> Iterator[Conversation]:

@@ -1,0 +1,48 @@
+"""How a simulated fleet chooses an engine: a protocol, since others are compared with ours, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from runtime.gateway.routing.router import FleetRouter
+from runtime.simulation.engine import BLOCK_TOKENS, SimulatedEngine
+from runtime.wire.messages import GenerateRequest, StepReport
+
+
+class RoutingPolicy(Protocol):
+    def choose(self, request: GenerateRequest, session: str) -> int:
+        """The number of an engine, to which the request is sent now."""
+        ...
+
+    def heard(self, engine: int, report: StepReport) -> None: ...
+
+    def ended(self, engine: int) -> None:
+        """A request of it."""
+        ...
+
+
+PolicyMaker = Callable[[Sequence[SimulatedEngine], int], RoutingPolicy]  # from the engines and a seed
+
+
+class ExactRouting:
+    """The router of the gateway, fed by the engines' reports."""
+
+    def __init__(self, engines: Sequence[SimulatedEngine], seed: int) -> None:
+        self.router = FleetRouter()
+        self._numbers = {f"engine-{number}": number for number in range(len(engines))}
+        self._names = [*self._numbers]
+        for number, engine in enumerate(engines):
+            engine.watcher.begin(self.router.join(self._names[number], BLOCK_TOKENS))
+            self.heard(number, engine.report())
+
+    def choose(self, request: GenerateRequest, session: str) -> int:
+        best = self.router.choose(request, self._names, session)[0]
+        self.router.sent(best)
+        return self._numbers[best.engine]
+
+    def heard(self, engine: int, report: StepReport) -> None:
+        assert self.router.heard(self._names[engine], report) is None, "a report was lost, but nothing loses any here"
+
+    def ended(self, engine: int) -> None:
+        return  # its report says so
