@@ -96,6 +96,7 @@ _ALL = (
             Argument("value_scales", optional=True),
             Argument("query_norm", optional=True),  # [D] of an RMSNorm of each head
             Argument("key_norm", optional=True),
+            Argument("sinks", optional=True),  # [H]: one more score of each softmax, without a value
         ),
         (_Y,),
         "cached_attention",

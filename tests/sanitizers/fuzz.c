@@ -1145,6 +1145,7 @@ enum {
   VALUE_SCALE,
   QUERY_NORM,
   KEY_NORM,
+  SINKS,
   INPUTS
 };
 enum { NO_ROPE, HALVES, INTERLEAVED };
@@ -1236,6 +1237,14 @@ static Node new_attention(void) {
     new_value(&in[i], FLOAT, 1, &node.D);
     fill_floats(&in[i], 1);
     node.changed[i] = LAST_AXIS | TYPE | ALIGNMENT;
+  }
+  if (one_in(3)) {
+    new_value(&in[SINKS], FLOAT, 1, &node.heads);
+    for (int64_t h = 0; h < node.heads; h++) {
+      const float sinks[] = {-INFINITY, -50, -1, 0, 2, 30};
+      ((float*)in[SINKS].data)[h] = sinks[random_int(0, 5)];
+    }
+    node.changed[SINKS] = LAST_AXIS | TYPE | ALIGNMENT;
   }
   if (one_in(8)) { /* values whose results are not compared */
     const float extremes[] = {NAN, INFINITY, -INFINITY, FLT_MAX, 1e-42f};
@@ -1350,6 +1359,8 @@ static void check_attention(Node* node) {
           if (node->softcap > 0) score = node->softcap * tanh(score / node->softcap);
           scores[t] = score, max = fmax(max, score);
         }
+        const float* sink = in[SINKS].present ? (float*)in[SINKS].data + h : NULL;
+        if (sink) max = fmax(max, *sink), sum = exp(*sink - max);
         for (int64_t t = first; t <= position; t++) sum += exp(scores[t] - max);
         for (int64_t t = first; t <= position; t++) {
           const int64_t at = entry_of(node, b, head, t) * D;

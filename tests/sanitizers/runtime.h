@@ -5,7 +5,7 @@
 
 #include "ort.h"
 
-#define MOST_INPUTS     14
+#define MOST_INPUTS     15
 #define MOST_OUTPUTS    2
 #define MOST_ATTRIBUTES 16
 

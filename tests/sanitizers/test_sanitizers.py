@@ -325,6 +325,18 @@ DEFECTS = {
         "rotate(w, w->key + token, w->query_norm",
         "CachedAttention.*expected",
     ),
+    "a head has the sink of another": Defect(
+        "cached_attention.c",
+        "w->sinks[head * w->group + q % w->group]",
+        "w->sinks[head * w->group]",
+        "CachedAttention.*expected",
+    ),
+    "a sink has no weight in the sum": Defect(
+        "cached_attention.c", "unit->sums[q * LANES] = ", "unit->sums[q * LANES] = 0 * ", "CachedAttention.*expected"
+    ),
+    "the number of sinks is not checked": Defect(
+        "cached_attention.c", "!holds(&in[SINKS], FLOAT, k->heads)", "0", "AddressSanitizer|accepted|SEGV|overflow"
+    ),
     "channels that do not turn are lost": Defect(
         "cached_attention.c",
         "memcpy(to + 2 * half, from + 2 * half, (w->D - 2 * half) * sizeof(float));",
