@@ -7,7 +7,7 @@
 
 #define MOST_INPUTS     15
 #define MOST_OUTPUTS    2
-#define MOST_ATTRIBUTES 16
+#define MOST_ATTRIBUTES 20
 
 struct Value {
   int present, type;
