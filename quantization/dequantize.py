@@ -1,9 +1,10 @@
 """Checkpoints that others quantized, as float tensors: the reference of a run is then what these codes stand for.
 
 Read are AutoAWQ (``gemm``), compressed-tensors (``pack-quantized``, ``int-quantized``, ``float-quantized``,
-``naive-quantized``) and block-scaled FP8 (``weight_scale_inv``). Scales of activations and of the KV cache are left
-out: this run finds its own. What each stores is in :mod:`quantization.stored`, which checks it before it is read; how
-AutoAWQ and compressed-tensors say it is in their modules of :mod:`quantization.checkpoint_formats`.
+``naive-quantized``), block-scaled FP8 (``weight_scale_inv``) and the experts of gpt-oss in MXFP4. Scales of activations
+and of the KV cache are left out: this run finds its own. What each stores is in :mod:`quantization.stored`, which
+checks it before it is read; how AutoAWQ and compressed-tensors say it is in their modules of
+:mod:`quantization.checkpoint_formats`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,24 @@ import numpy as np
 import torch
 
 from quantization.checkpoint_formats import autoawq, compressed
-from quantization.stored import REMEDY, Declared, Parts, Stored, channels_of_block, check, quantized_modules
+from quantization.stored import (
+    REMEDY,
+    Declared,
+    Parts,
+    Stored,
+    channels_of_block,
+    check,
+    quantized_modules,
+    stored_name,
+)
 from tapeout.errors import QuantizationError
+from tapeout.formats.mxfp4 import BLOCK, FORMAT, encode_scales
 from tapeout.number_format import AnyArray, Coded, FloatArray, Tensors
+from tapeout.quantized import QuantizedWeight
+from tapeout.schemes import Scheme
 from tapeout.tensor_files import FLOATS
 
+MXFP4 = FORMAT.name
 MIXED = "mixed-precision"  # every group of config_groups names its own
 SCALE_FORMATS = (None, "float", "ue8m0")  # of block-scaled FP8
 # Of activations and of the KV cache; none of them is a weight.
@@ -48,7 +62,8 @@ Read = Callable[[], torch.Tensor]
 
 
 def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dict[str, Read]:
-    """By name of the parameter, what reads it: quantized ones in float32, others as they are stored.
+    """By name of the parameter, what reads it: quantized ones in float32, those of MXFP4 in bfloat16, which holds them
+    exactly, others as they are stored.
 
     So one tensor at a time is in memory. :class:`QuantizationError` for what is read in no way, and for tensors that
     are missing, left over or do not fit. ``tied``: lm_head shares the embedding, and may repeat its scales.
@@ -57,7 +72,7 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
     if declare is None:
         raise QuantizationError(
             f"the checkpoint is quantized by {_shown(config)}",
-            expected="float weights, AutoAWQ (gemm), compressed-tensors or block-scaled FP8",
+            expected="float weights, AutoAWQ (gemm), compressed-tensors, block-scaled FP8 or MXFP4 of gpt-oss",
             remedy="take the float checkpoint that it was made from, or dequantize it with the library that wrote it",
         )
     weights = {name: tensor for name, tensor in stored.items() if not LEFT_OUT.search(name)}
@@ -67,9 +82,12 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
     for module, parts in quantized_modules(weights).items():
         declared = declare(module, config)
         shape = check(module, parts, declared)
-        found[f"{module}.weight"] = partial(_read, module, parts, declared, shape)
+        if declared.layout == MXFP4:
+            found[module] = partial(_read_mxfp4, module, parts)
+        else:
+            found[f"{module}.weight"] = partial(_read, module, parts, declared, shape)
         for part in parts:
-            del weights[f"{module}.{part}"]
+            del weights[stored_name(module, part)]
     if codes := [f"{name} ({tensor.dtype})" for name, tensor in weights.items() if tensor.dtype not in FLOATS]:
         raise QuantizationError(
             f"{len(codes)} tensors belong to no quantized weight: {', '.join(codes[:3])}",
@@ -91,6 +109,8 @@ def _method(config: Any) -> Callable[[str, Mapping[str, Any]], Declared] | None:
         return autoawq.declared
     if name == "fp8" and config.get("fmt", "e4m3") == "e4m3" and config.get("scale_fmt") in SCALE_FORMATS:
         return _fp8_declared
+    if name == MXFP4:
+        return lambda module, config: Declared(MXFP4, "group", (None, BLOCK))
     sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
     plain = config.get("format") in (*compressed.LAYOUTS, MIXED) and not config.get("transform_config") and not sparse
     return compressed.declared if name in ("compressed-tensors", None) and plain else None
@@ -123,6 +143,18 @@ def _read(module: str, parts: Parts, declared: Declared, shape: Shape) -> torch.
     return torch.from_numpy(weight)
 
 
+def _read_mxfp4(module: str, parts: Parts) -> torch.Tensor:
+    """``[experts, K, N]`` in bfloat16, as the model has the weights that are stored ``[experts, N, K]``."""
+    blocks: AnyArray = parts["_blocks"].read().numpy()
+    scales = encode_scales(_array(module, "_scales", parts["_scales"]))
+    weight = torch.empty((len(blocks), BLOCK * blocks.shape[2], blocks.shape[1]), dtype=torch.bfloat16)
+    for expert, (codes, of_blocks) in enumerate(zip(blocks, scales, strict=True)):
+        stored = {"weight_packed": codes.reshape(len(codes), -1), "weight_scale": of_blocks}
+        linear = QuantizedWeight.of(FORMAT.decode(stored), Scheme.model_validate({"format": MXFP4}))
+        weight[expert] = torch.from_numpy(linear.dequantize()).T
+    return weight
+
+
 def _array(module: str, part: str, stored: Stored) -> AnyArray:
     """Scales and 8-bit floats in float32, which holds them exactly; other tensors as they are."""
     tensor: torch.Tensor = stored.read()
@@ -131,7 +163,7 @@ def _array(module: str, part: str, stored: Stored) -> AnyArray:
     scales = (tensor.view(torch.float8_e8m0fnu) if tensor.dtype == torch.uint8 else tensor).float()
     if not bool(torch.isfinite(scales).all()):
         raise QuantizationError(
-            f"{module}.{part} ({stored.dtype} {list(stored.shape)}) holds scales that are not finite",
+            f"{stored_name(module, part)} ({stored.dtype} {list(stored.shape)}) holds scales that are not finite",
             expected="finite scales; code 255 of F8_E8M0 is NaN",
             remedy="choose another checkpoint: this one is damaged",
         )

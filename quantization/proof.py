@@ -8,7 +8,8 @@ code, and scales of very small or very large weights need float32. So the invent
 Input scales and what producers take of them are positive and differ by channel: they keep zeros and signs.
 
 Each expert of a mixture is judged by itself. No input scale stands between it and its source, so its weights must be
-those of the source but for rounding, and its scales must fit the ranges of its own weights best.
+those of the source but for rounding, and its scales must fit the ranges of its own weights best. Where its scheme holds
+the weights of the source exactly, as mxfp4 those of a checkpoint in MXFP4, they must be the same to the bit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from quantization.compressed_tensors import Checkpoint
 from tapeout.artifact import Frozen
 from tapeout.errors import QuantizationError
 from tapeout.number_format import FloatArray, fits_half, grouped
-from tapeout.quantized import QuantizedWeight, fit_range, format_of
+from tapeout.quantized import QuantizedWeight, fit_range, format_of, nearest_if_exact
 from tapeout.schemes import Scheme
 
 BF16_BYTES = 2
@@ -64,6 +65,8 @@ class TensorInventory(Frozen):
     lost: int = 0  # decoded to zero, or one code for weights that differ
     distance: float = 0.0  # of experts: squared, from the source, relative to its size
     scales_of: int | None = None  # of experts: the one whose weights the scales fit, where that is another
+    exact: bool = False  # all weights are those of the source, to the bit
+    rounded: bool = False  # of experts: weights differ from those of the source, which the scheme holds exactly
 
     @property
     def label(self) -> str:
@@ -71,10 +74,14 @@ class TensorInventory(Frozen):
 
 
 class QuantizationProof(Frozen):
-    """``bits_per_weight`` counts every byte of the planned tensors; ``size_ratio`` every byte against bfloat16."""
+    """``bits_per_weight`` counts every byte of the planned tensors; ``size_ratio`` every byte against bfloat16.
+
+    ``exact_tensors``: quantized ones whose weights are those of the source, to the bit.
+    """
 
     quantized_tensors: int
     planned_tensors: int
+    exact_tensors: int = 0
     bits_per_weight: float
     planned_bits_per_weight: float
     size_bytes: int
@@ -119,8 +126,9 @@ def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatA
         counted = _count(name, part, own, size * (expert + 1) // experts - size * expert // experts)
         error = np.square(part.dequantize() - own, dtype=np.float64).sum()
         distance = float(error / max(np.square(own, dtype=np.float64).sum(), _NO_SIZE))
-        other = None if owner == expert else owner
-        found.append(counted.model_copy(update={"expert": expert, "distance": distance, "scales_of": other}))
+        judged = {"distance": distance, "scales_of": None if owner == expert else owner}
+        judged |= {"rounded": not counted.exact and nearest_if_exact([own], linear.scheme) is not None}
+        found.append(counted.model_copy(update={"expert": expert} | judged))
     return found
 
 
@@ -145,10 +153,10 @@ def _owners(linear: QuantizedWeight, weight: FloatArray) -> list[int]:
 def _count(name: str, linear: QuantizedWeight, weight: FloatArray, stored_bytes: int) -> TensorInventory:
     """Of a weight ``[N, K]``."""
     scales = linear.scales
-    counts = np.zeros(3, np.int64)
+    counts = np.zeros(4, np.int64)
     for start in range(0, len(weight), _OUTPUTS_AT_ONCE):
         counts += _count_groups(linear, weight, slice(start, start + _OUTPUTS_AT_ONCE))
-    held, ones, lost = map(int, counts)
+    held, ones, lost, changed = map(int, counts)
     return TensorInventory(
         name=name,
         weights=linear.codes.size,
@@ -164,11 +172,12 @@ def _count(name: str, linear: QuantizedWeight, weight: FloatArray, stored_bytes:
         held=held,
         scales_one=ones,
         lost=lost,
+        exact=not changed,
     )
 
 
-def _count_groups(linear: QuantizedWeight, weight: FloatArray, rows: slice) -> tuple[int, int, int]:
-    """``held``, ``scales_one`` and ``lost`` of some output channels."""
+def _count_groups(linear: QuantizedWeight, weight: FloatArray, rows: slice) -> tuple[int, int, int, int]:
+    """``held``, ``scales_one`` and ``lost`` of some output channels, and how many of their weights are not exact."""
     scheme, codes = linear.scheme, linear.codes[rows]
     zero_points = None if linear.zero_points is None else linear.zero_points[rows]
     part = replace(linear, codes=codes, scales=linear.scales[rows], zero_points=zero_points)
@@ -180,7 +189,7 @@ def _count_groups(linear: QuantizedWeight, weight: FloatArray, rows: slice) -> t
     signs = (wanted.min(axis=2) < 0) & (wanted.max(axis=2) > 0)
     one_code = got.min(axis=2) == got.max(axis=2)
     lost = held & one_code & (spread | signs | ~got.any(axis=2))
-    return int(held.sum()), int(ones.sum()), int(lost.sum())
+    return int(held.sum()), int(ones.sum()), int(lost.sum()), int((wanted != got).sum())
 
 
 def prove(
@@ -229,6 +238,7 @@ def prove(
     return QuantizationProof(
         quantized_tensors=len({entry.name for entry in inventory if entry.bits != 32}),
         planned_tensors=len(planned),
+        exact_tensors=sum(name in planned and all(entry.exact for entry in found) for name, found in by_name.items()),
         bits_per_weight=bits,
         planned_bits_per_weight=planned_bits,
         size_bytes=size,
@@ -263,6 +273,8 @@ def _problems(entry: TensorInventory) -> list[str]:
         problems.append(f"holds one code, or zeros, in {entry.lost} of {entry.held} groups whose weights differ")
     if not entry.distance <= LARGEST_DISTANCE:
         problems.append(f"holds weights that are {entry.distance:.0%} off its source, in squares")
+    if entry.rounded:
+        problems.append(f"holds other weights than its source, whose weights {entry.format} holds exactly")
     if entry.scales_of is not None:
         problems.append(f"has scales that fit the weights of expert {entry.scales_of}")
     return problems

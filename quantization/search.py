@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quantization.input_scale import InputScale
+from quantization.input_scale import InputScale, identity
 from quantization.methods import method
 from quantization.output_error import output_error
 from quantization.problem import Problem, input_step
@@ -26,7 +26,7 @@ from quantization.statistics import Statistics
 from tapeout.errors import QuantizationError
 from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget
-from tapeout.quantized import QuantizedWeight
+from tapeout.quantized import QuantizedWeight, nearest_if_exact
 from tapeout.recipe import BASELINE, Quantize
 from tapeout.schemes import Scheme
 
@@ -71,8 +71,12 @@ def search(
 
     ``fold_target``: where the inverse of an input scale can go. ``run``: rounds the slices of a large weight, in any
     threads.
-    :class:`QuantizationError` for errors that are not finite.
+    Weights that the scheme holds exactly are kept as they are. :class:`QuantizationError` for errors that are not
+    finite.
     """
+    if scheme.activations == "float" and (exact := nearest_if_exact(weights, scheme)):
+        kept_as_is = [Rounded(BASELINE, linear, 0.0) for linear in exact]
+        return SearchResult(identity(weights[0].shape[1]), kept_as_is, [0.0] * len(exact))
     outputs = max(SEARCHED_OUTPUTS, SEARCHED_WEIGHTS // weights[0].shape[1])
     searched = [weight[:: -(-len(weight) // outputs)] for weight in weights]
     problem = Problem.of(searched, scheme, statistics, fold_target, settings.scale_grid)

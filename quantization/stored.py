@@ -31,7 +31,7 @@ class Stored(Protocol):
     def read(self) -> Any: ...
 
 
-Parts = Mapping[str, Stored]  # of one weight, by what follows the module's name
+Parts = Mapping[str, Stored]  # of one weight, by what follows the module's name and a point, or the name itself
 Dims = tuple[str, ...]
 Strategy = Literal["tensor", "channel", "group", "block"]  # what shares a scale
 
@@ -44,7 +44,8 @@ DIMENSIONS = {
     "N/r": "blocks of r output channels; the last may be smaller",
     "K/c": "blocks of c input channels; the last may be smaller",
 }
-FIXED = {"1": 1, "2": 2, "3": 3}
+FIXED = {"1": 1, "2": 2, "3": 3, "16": 16}
+ATTACHED = ("_blocks", "_scales")  # parts of experts that follow the parameter's own name, without a point
 EXPERTS = "experts"  # of a mixture: the first dimension of all parts but the shape
 SCALED: Mapping[Strategy, tuple[Dims, ...]] = {
     "tensor": ((), ("1",), ("1", "1")),
@@ -92,6 +93,11 @@ def _halves_size(parts: Parts) -> tuple[int, int]:
     return rows, 2 * octets
 
 
+def _blocks_size(parts: Parts) -> tuple[int, int]:
+    rows, blocks, octets = parts["_blocks"].shape[-3:]
+    return rows, blocks * 2 * octets
+
+
 def _packed_size(parts: Parts) -> tuple[int, int]:
     rows, columns = (int(size) for size in parts["weight_shape"].read()[-2:])
     return rows, columns
@@ -130,6 +136,10 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "float-quantized": Layout(
         (StoredPart("weight", ("F8_E4M3",), ("N", "K")), StoredPart("weight_scale", SCALES)), _weight_size
+    ),
+    "mxfp4": Layout(
+        (StoredPart("_blocks", ("U8",), ("N", "K/g", "16")), StoredPart("_scales", ("U8",), ("N", "K/g"))),
+        _blocks_size,
     ),
     "our pack-quantized": Layout(
         (
@@ -218,23 +228,40 @@ class Declared:
 
 def quantized_modules(stored: Mapping[str, Stored]) -> Mapping[str, Parts]:
     """The parts of every module that stores codes or a part of a quantized weight."""
-    split = {name: name.rpartition(".") for name in stored}
+    split = {name: _split(name) for name in stored}
     modules = {
         module
-        for name, (module, _, part) in split.items()
+        for name, (module, part) in split.items()
         if part in NAMES and (part != "weight" or stored[name].dtype not in FLOATS)
     }
     found: dict[str, dict[str, Stored]] = {module: {} for module in sorted(modules)}
-    for name, (module, _, part) in split.items():
+    for name, (module, part) in split.items():
         if module in found and part in NAMES:
             found[module][part] = stored[name]
     return found
 
 
+def _split(name: str) -> tuple[str, str]:
+    attached = next((part for part in ATTACHED if name.endswith(part)), "")
+    module, _, part = name.rpartition(".")
+    return (name.removesuffix(attached), attached) if attached else (module, part)
+
+
+def stored_name(module: str, part: str) -> str:
+    """Of a part of a weight, in the file.
+
+    >>> stored_name("layers.0.q_proj", "weight_scale"), stored_name("experts.down_proj", "_scales")
+    ('layers.0.q_proj.weight_scale', 'experts.down_proj_scales')
+    """
+    return f"{module}{part}" if part in ATTACHED else f"{module}.{part}"
+
+
 def experts_of(parts: Parts) -> int:
     """How many experts a stored weight holds, ``[experts, N, K]``; 0 for a linear ``[N, K]``."""
-    shape = parts["weight_packed"].shape if "weight_packed" in parts else ()
-    return shape[0] if len(shape) == 3 else 0
+    for name, dimensions in (("weight_packed", 3), ("_blocks", 4)):
+        if name in parts and len(parts[name].shape) == dimensions:
+            return parts[name].shape[0]
+    return 0
 
 
 def check(module: str, parts: Parts, declared: Declared) -> tuple[int, int]:
@@ -248,7 +275,7 @@ def check(module: str, parts: Parts, declared: Declared) -> tuple[int, int]:
     for name in names:
         if name not in parts:
             raise QuantizationError(
-                f"no {module}.{name}, which {_shown(module, parts)} needs in {declared.layout}",
+                f"no {stored_name(module, name)}, which {_shown(module, parts)} needs in {declared.layout}",
                 expected=", ".join(names),
                 remedy=REMEDY,
             )
@@ -328,7 +355,7 @@ def _misfit(
 
 
 def _shown(module: str, parts: Parts) -> str:
-    return ", ".join(f"{module}.{name} ({part.dtype} {list(part.shape)})" for name, part in parts.items())
+    return ", ".join(f"{stored_name(module, name)} ({part.dtype} {list(part.shape)})" for name, part in parts.items())
 
 
 def whole(name: str, value: Any) -> int:

@@ -15,6 +15,7 @@ from tapeout.formats import formats
 from tapeout.number_format import CodeArray, Coded, FloatArray, Grid, NumberFormat, grouped
 from tapeout.schemes import FLOAT, Scheme
 
+_FEW_OUTPUTS = 16  # that tell of most weights that they are no codes of a scheme
 SOME_STEP = 1 / 32  # of static inputs, where no calibration tells one
 
 
@@ -111,6 +112,22 @@ def assemble(codes: FloatArray, grid: Grid, scheme: Scheme) -> QuantizedWeight:
 def round_to_nearest(weight: FloatArray, scheme: Scheme) -> QuantizedWeight:
     """RTN: what every other method is compared with."""
     return round_to(weight, fit_range(weight, scheme), scheme)
+
+
+def nearest_if_exact(weights: Sequence[FloatArray], scheme: Scheme) -> list[QuantizedWeight] | None:
+    """Weights ``[N, K]`` rounded to nearest, where all of them stay what they are; None where one changes.
+
+    So a checkpoint whose weights were codes of the scheme is kept, and no method may change it.
+    """
+    found: list[QuantizedWeight] = []
+    for weight in weights:
+        some = weight[:_FEW_OUTPUTS]
+        if not np.array_equal(round_to_nearest(some, scheme).dequantize(), some):
+            return None
+        found.append(round_to_nearest(weight, scheme))
+        if not np.array_equal(found[-1].dequantize(), weight):
+            return None
+    return found
 
 
 def stored_by_rtn(scheme: Scheme, weight: FloatArray) -> QuantizedWeight | FloatArray:

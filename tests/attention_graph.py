@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from engines.passes.graph import linears, merge_linears
 from engines.passes.onnxruntime import cached_attention, linear_kernels
 from tapeout.operators import DOMAIN
+from tapeout.operators.attention import NAME, NAME_WITH_SINKS
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, parameter, run, value
 
 RNG = np.random.default_rng(0)
@@ -26,6 +27,7 @@ class Layout:
     rotary: str = "half"  # half, interleaved, partial, none
     window: int = 0
     softcap: float = 0.0
+    sinks: bool = False
     scale: float = 0.2
     merged: bool = False
 
@@ -70,9 +72,10 @@ def graph(layout: Layout) -> ir.Model:
                 interleaved=int(layout.rotary == "interleaved"),
                 **attributes,
             )
+    sinks = [parameter("block.sinks", np.linspace(-1, 2, layout.heads, dtype=np.float32))] if layout.sinks else []
     output = op(
-        "Attention",
-        [heads["q"], heads["k"], heads["v"], mask, *past],
+        NAME_WITH_SINKS if layout.sinks else NAME,
+        [heads["q"], heads["k"], heads["v"], mask, *sinks, *past],
         ["batch", layout.heads, "tokens", layout.head_size],
         domain=DOMAIN,
         outputs=3,
@@ -143,6 +146,8 @@ LAYOUTS = {
     "long window": Layout(window=20),
     "soft cap": Layout(softcap=2.0),
     "soft cap and window": Layout(softcap=2.0, window=4, merged=True),
+    "sinks": Layout(sinks=True),
+    "sinks, window and merged": Layout(sinks=True, window=4, merged=True),
     "one key head": Layout(kv_heads=1),
     "group of 8, head of 128": Layout(heads=8, kv_heads=1, head_size=128),
     "no groups": Layout(kv_heads=4),

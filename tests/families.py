@@ -298,6 +298,7 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "gptj": Family("gptj", {"rotary_dim": 8}, GPT),
     "granite_swa": Family("granite_swa", {"sliding_window": 8}),
     "granitemoe": Family("granitemoe", EXPERTS),
+    "granitemoe_swa": Family("granitemoe_swa", {**EXPERTS, "sliding_window": 8}),
     "jamba": Family("jamba", {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
     "llama4": Family("llama4_text", {**EXPERTS, "intermediate_size_mlp": 96}),
     "mamba": Family("mamba", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4}),

@@ -129,8 +129,10 @@ def model_of(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Mode
         opset_imports={"": 23, CONTRIB: 1, DOMAIN: 1},
         name="test",
     )
-    function = attention.OPERATOR.function()
-    return ir.Model(graph, ir_version=10, functions=[function])
+    functions = [attention.OPERATOR.function()]
+    if any(node.op_type == attention.NAME_WITH_SINKS for node in graph):
+        functions.append(attention.WITH_SINKS.function())
+    return ir.Model(graph, ir_version=10, functions=functions)
 
 
 def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, threads: int = 1) -> dict[str, NDArray[Any]]:

@@ -31,6 +31,7 @@ from tests.lowering import model_of, named, parameter, value
 Array = NDArray[Any]
 Matrix = NDArray[np.float32]
 Run = Callable[..., list[Array]]
+MXFP4 = Scheme(bits=4, format="mxfp4")
 STOCK = "native kernels are left out of this test"
 ROUNDING = 2.0**-24  # of one float32 operation, relative
 makes_pages_ready = pytest.mark.skipif(
@@ -66,11 +67,16 @@ def without_native_operators(patch: pytest.MonkeyPatch) -> str:
 
 
 def random_linear(rows: int, columns: int, fmt: Scheme, *, half: bool = True, seed: int = 0) -> QuantizedWeight:
-    """Any codes, scales of either sign and any zero points. Not ``half``: scales that float16 cannot hold."""
+    """Any codes, scales of either sign and any zero points. Not ``half``: scales that float16 cannot hold.
+
+    Scales of 4-bit floats are powers of two.
+    """
     rng = np.random.default_rng(seed)
     groups = columns // fmt.group_size
     scales = (rng.uniform(0.01, 0.03, (rows, groups)) * rng.choice([-1, 1], (rows, groups))).astype(np.float32)
-    if half:
+    if fmt == MXFP4:
+        scales = np.ldexp(np.float32(1), rng.integers(-9, -4, (rows, groups)))
+    elif half:
         scales = scales.astype(np.float16).astype(np.float32)
     zero_points = None if fmt.symmetric else rng.integers(0, 1 << fmt.bits, (rows, groups)).astype(np.uint8)
     codes = rng.integers(0, 1 << fmt.bits, (rows, columns)).astype(np.uint8)
@@ -156,6 +162,7 @@ def expected(
     ``slack``: the relative error of ``x``, where the operator makes it itself. An input within it of the middle between
     two codes may fall on either.
     """
+    linear = linear.widened(5) or linear if linear.scheme == MXFP4 else linear
     zero_points = 1 << (linear.scheme.bits - 1) if linear.zero_points is None else linear.zero_points[:, :, None]
     weights = linear.codes.reshape(*linear.scales.shape, -1).astype(np.float64) - zero_points  # [N, B, block]
     blocks = x.reshape(len(x), -1, linear.group_size)

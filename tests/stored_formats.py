@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from quantization.checkpoint_formats import autoawq
 from tapeout.formats import formats
+from tapeout.formats.mxfp4 import VALUES
 from tapeout.integers import Integers
 from tests import checkpoints
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json
@@ -26,19 +27,23 @@ E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 @dataclass(frozen=True)
 class Example:
-    """``store``: a linear ``[N, K]`` with random codes."""
+    """``store``: a weight of a shape with random codes; ``stored``: what the names of such weights end with."""
 
     config: Mapping[str, Any]
-    store: Callable[[np.random.Generator, int, int], Linear]
+    store: Callable[..., Linear]
+    family: str = "llama"
+    stored: tuple[str, ...] = ("proj.weight",)
 
     def write(self, folder: Path) -> tuple[Tensors, Tensors]:
-        """What a llama's checkpoint stores, and the weights by name."""
-        checkpoints.checkpoint(folder)
+        """What a checkpoint of the family stores, and the weights by name."""
+        return self.store_in(checkpoints.checkpoint(folder, self.family))
+
+    def store_in(self, folder: Path) -> tuple[Tensors, Tensors]:
+        """The same of a float checkpoint, which is changed."""
         generator, weights = np.random.default_rng(0), load_file(folder / WEIGHTS)
         stored = dict(weights)
-        for name in [name for name in weights if name.endswith("proj.weight")]:
-            rows, columns = stored.pop(name).shape
-            parts, weights[name] = self.store(generator, rows, columns)
+        for name in [name for name in weights if name.endswith(self.stored)]:
+            parts, weights[name] = self.store(generator, *stored.pop(name).shape)
             stored |= {f"{name.removesuffix('weight')}{part}": tensor.contiguous() for part, tensor in parts.items()}
         save_file(stored, folder / WEIGHTS)
         change_json(folder / CONFIG, quantization_config=dict(self.config))
@@ -143,6 +148,16 @@ def compressed(layout: str, weights: Mapping[str, Any]) -> Example:
     )
 
 
+def mxfp4(generator: np.random.Generator, experts: int, columns: int, rows: int) -> Linear:
+    """Of experts, whose weights the model has as ``[experts, K, N]``."""
+    codes = generator.integers(0, 16, (experts, rows, columns // 32, 32), np.uint8)
+    exponent = torch.from_numpy(generator.integers(118, 124, (experts, rows, columns // 32), np.uint8))
+    elements = torch.from_numpy(VALUES)[torch.from_numpy(codes.astype(np.int64))]
+    weight = (elements * exponent.view(E8M0).float()[..., None]).reshape(experts, rows, columns)
+    parts = {"_blocks": torch.from_numpy(codes[..., ::2] | codes[..., 1::2] << 4), "_scales": exponent}
+    return parts, weight.transpose(1, 2).contiguous()
+
+
 def integers(bits: int, strategy: str, *, symmetric: bool = True, **more: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, **more}
 
@@ -158,6 +173,12 @@ EXAMPLES: Mapping[str, Example] = {
     "fp8, exponents": fp8(block=(32, 32), kind=E8M0),
     "fp8, exponents as bytes": fp8(block=(32, 32), kind=torch.uint8, scale_fmt="ue8m0"),
     "awq": awq(32),
+    "mxfp4 of gpt-oss": Example(
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+        mxfp4,
+        "gpt_oss",
+        ("experts.gate_up_proj", "experts.down_proj"),
+    ),
     "packed, asymmetric groups": compressed("pack-quantized", integers(4, "group", symmetric=False, group_size=32)),
     "packed, asymmetric channels": compressed("pack-quantized", integers(5, "channel", symmetric=False)),
     "packed, sorted": compressed("pack-quantized", integers(8, "group", group_size=16, actorder="group")),

@@ -12,7 +12,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tapeout.number_format import FloatArray
 from tapeout.quantized import QuantizedWeight
+from tapeout.schemes import Scheme
 
 # Norms of the heads of queries and keys, and rotary that turns only the first channels of a head.
 AttentionPart = Literal["head norms", "partial rotary"]
@@ -43,7 +45,11 @@ class KernelSet(Protocol):
         ...
 
     def code_bits(self, weight: QuantizedWeight) -> int:
-        """Bits in which the set stores the codes of a weight that it reads; at least those of its format."""
+        """Bits in which the set stores the codes of a weight that it reads: integers, or as many as its format has."""
+        ...
+
+    def stored_scales(self, scales: FloatArray, scheme: Scheme) -> NDArray[Any]:
+        """Scales ``[.., blocks]`` of codes of a scheme in the type that the set reads, without loss."""
         ...
 
     def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, ...]:
@@ -57,3 +63,9 @@ class KernelSet(Protocol):
     def pack_scales(self, values: NDArray[Any]) -> NDArray[Any]:
         """Scales or zero points ``[N, blocks]`` as the kernels read them, in their own type."""
         ...
+
+
+def half_where_exact(scales: FloatArray) -> NDArray[Any]:
+    """In float16 where that loses nothing, else in float32."""
+    half = scales.astype(np.float16)
+    return half if np.array_equal(half.astype(np.float32), scales) else scales.astype(np.float32)

@@ -32,7 +32,8 @@ class KernelOperator:
     source: str  # of a set of kernels in C: the file of its implementation, by its stem
 
 
-_CODES, _SCALES = Argument("codes", ("uint8",)), Argument("scales", ("float16", "float32"))
+_CODES = Argument("codes", ("uint8",))
+_SCALES = Argument("scales", ("float16", "float32", "uint8"))  # bytes are exponents, of codes that are 4-bit floats
 _ZERO_POINTS = Argument("zero_points", ("uint8",), optional=True)
 _TABLE = (_CODES, _SCALES, _ZERO_POINTS)  # a weight [N, K] in blocks of codes
 _WEIGHT = (*_TABLE, Argument("bias", optional=True))  # bias [N]
@@ -96,6 +97,7 @@ _ALL = (
             Argument("value_scales", optional=True),
             Argument("query_norm", optional=True),  # [D] of an RMSNorm of each head
             Argument("key_norm", optional=True),
+            Argument("sinks", optional=True),  # [H]: one more score of each softmax, without a value
         ),
         (_Y,),
         "cached_attention",

@@ -18,6 +18,7 @@ from tapeout.tensor_writer import ELEMENT_BYTES
 BASE_BYTES = 900 << 20  # torch, transformers, the traced graph, and random caches of the check
 CODES = 8  # weights in a 32-bit word of codes, where the configuration does not say
 STACKED = re.compile(r"\.experts\.\d+\.")  # in names of weights that transformers stacks
+HALVES = "_blocks"  # at the end of the name of codes of MXFP4: two a byte, written in bfloat16
 WRITTEN = 4  # copies of a tensor while it is dequantized: codes, scales, zero points, and its float32 words
 
 
@@ -70,11 +71,12 @@ def _sizes(folder: Path, entry: str) -> _Sizes:
     named = stored_tensors(folder)
     stored = [tensor for tensor in named.values() if tensor.dtype in ELEMENT_BYTES]
     codes = _weights_of_a_word(folder)
-    elements = [math.prod(tensor.shape) * (codes if tensor.dtype == "I32" else 1) for tensor in stored]
+    packed = [codes if tensor.dtype == "I32" else 2 if tensor.name.endswith(HALVES) else 1 for tensor in stored]
+    elements = [math.prod(tensor.shape) * each for tensor, each in zip(stored, packed, strict=True)]
     written = [n for n, tensor in zip(elements, stored, strict=True) if tensor.dtype not in FLOATS]
     kept = {tensor.dtype for tensor in stored if tensor.dtype in FLOATS}
     size = sum(
-        n * (ELEMENT_BYTES[tensor.dtype] if tensor.dtype in FLOATS else 4)
+        n * (ELEMENT_BYTES[tensor.dtype] if tensor.dtype in FLOATS else 2 if tensor.name.endswith(HALVES) else 4)
         for n, tensor in zip(elements, stored, strict=True)
     )
     least = 4 if written else min((ELEMENT_BYTES[kind] for kind in kept), default=4)

@@ -67,10 +67,10 @@ def test_a_table_of_values(tmp_path: Path) -> None:
 
 
 def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
-    """MXFP4 is there already; every stage takes it, and kernels read it as the integers that hold the same weights."""
+    """MXFP4 is there already; every stage takes it, and kernels read its codes as they are."""
     checkout = Checkout(tmp_path / "checkout")
     rule = {"format": "mxfp4"}
     plan = {"schemes": [{"match": "*", **rule}], "embeddings": rule, "kv_cache": {"dtype": "int8"}}
     found = checkout.stages(tmp_path / "project", {"plan": plan})
     assert {found["checks"][name] for name in ("quantized", "parity_kl", "parity_error")} == {"PASS"}, found
-    assert all("mxfp4 g32" in kernel and "stored in 5 bits" in kernel for kernel in found["plan"].values()), found
+    assert all("mxfp4 g32" in kernel and "stored in" not in kernel for kernel in found["plan"].values()), found

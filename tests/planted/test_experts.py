@@ -11,13 +11,14 @@ import pytest
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.proof import count_tensors, prove
 from tapeout.number_format import FloatArray
-from tapeout.quantized import QuantizedWeight, round_to_nearest, stacked
+from tapeout.quantized import QuantizedWeight, fit_range, round_to, round_to_nearest, stacked
 from tapeout.schemes import Scheme
 from tests.checkpoints import say_schemes
 
+MXFP4 = Scheme(bits=4, format="mxfp4")
 SCHEMES = [
     *(Scheme(bits=bits, group_size=g, symmetric=s) for bits in (4, 5, 6, 8) for g in (16, 32) for s in (True, False)),
-    Scheme(bits=4, format="mxfp4"),
+    MXFP4,
 ]
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -64,6 +65,23 @@ def test_an_expert_has_the_scales_of_its_neighbour(scheme: Scheme, source: Float
     stored = round_to_nearest(source, scheme)
     wrong = accused(tmp_path, replace(stored, scales=stored.scales[[0, 1, 3, 3, 4, 5]]), source)
     assert wrong.keys() == {2} and "scales that fit the weights of expert 3" in wrong[2]
+
+
+@pytest.mark.parametrize("change", ["a code", "a scale", "the method"])
+def test_an_expert_of_mxfp4_is_rounded_again(change: str, source: FloatArray, tmp_path: Path) -> None:
+    """Its source was in MXFP4: one weight of 36,864 differs, one block is twice as large, or a method changed some."""
+    kept = round_to_nearest(source, MXFP4)
+    source = kept.dequantize()
+    codes, scales = kept.codes.copy(), kept.scales.copy()
+    if change == "a code":
+        codes[4, 7, 9] ^= 1
+    elif change == "a scale":
+        scales[4, 7, 1] *= 2
+    else:
+        shrunk = fit_range(source, MXFP4, shrink=0.5)
+        codes[4], scales[4] = round_to(source, shrunk, MXFP4).codes[4], shrunk.scales[4]
+    wrong = accused(tmp_path, replace(kept, codes=codes, scales=scales), source)
+    assert wrong == {4: "holds other weights than its source, whose weights mxfp4 holds exactly"}
 
 
 def test_sound_experts(scheme: Scheme, source: FloatArray, tmp_path: Path) -> None:

@@ -195,11 +195,6 @@ def test_a_scale_that_changes_at_a_late_position_of_the_cache(tmp_path: Path, mo
         export_model(random_model("llama", num_hidden_layers=1), tmp_path)
 
 
-def test_attention_sinks() -> None:
-    with pytest.raises(ExportError, match="passes s_aux"):
-        trace(random_model("granite_swa"))
-
-
 @pytest.mark.parametrize("option", ["position_bias", "head_mask", "an_option_of_tomorrow"])
 def test_an_option_of_attention_that_nobody_carries(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaAttention

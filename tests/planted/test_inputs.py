@@ -250,9 +250,15 @@ def test_scales_are_of_a_type_that_is_not_known(folder: Path, example: str, name
         refused(folder, rf"{re.escape(name)} \((F64|U8) \[\d+, \d+\]\) does not fit")
 
 
-@pytest.mark.parametrize("example", ["fp8, exponents", "fp8, exponents as bytes"])
-def test_a_scale_is_the_code_of_nan(folder: Path, example: str) -> None:
-    name = f"{UP}_scale_inv"
+@pytest.mark.parametrize(
+    ("example", "name"),
+    [
+        ("fp8, exponents", f"{UP}_scale_inv"),
+        ("fp8, exponents as bytes", f"{UP}_scale_inv"),
+        ("mxfp4 of gpt-oss", "model.layers.1.mlp.experts.down_proj_scales"),
+    ],
+)
+def test_a_scale_is_the_code_of_nan(folder: Path, example: str, name: str) -> None:
     change_stored(folder, example, lambda tensors: tensors[name].view(torch.uint8)[1, 1].fill_(255))
     refused(folder, rf"{re.escape(name)} .* holds scales that are not finite")
 

@@ -65,28 +65,36 @@ static void add_float(Info* info, const char* name, float f) {
 /* --- weights ---------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-  int64_t N, K, block, bits, half, symmetric, tiles, blocks;
-  uint8_t *codes, *zero_points; /* [N, K], [N, blocks] */
-  float* scales;                /* [N, blocks] */
+  int64_t N, K, block, bits, half, symmetric, e2m1, tiles, blocks; /* e2m1: codes are those of 5 bits, stored in 4 */
+  uint8_t *codes, *zero_points;                                    /* [N, K], [N, blocks] */
+  float* scales;                                                   /* [N, blocks] */
 } Weights;
+
+/* Twice a float of four bits: a sign, two bits of exponent with bias 1, and one of mantissa. */
+static int twice_e2m1(int code) {
+  const int exponent = code >> 1 & 3, mantissa = code & 1;
+  const int magnitude = exponent ? (2 + mantissa) << (exponent - 1) : mantissa;
+  return code & 8 ? -magnitude : magnitude;
+}
 
 /* Random weights and their packed tensors. `largest`: all codes are the largest. */
 static Weights new_weights(int64_t N, int64_t K, int64_t block, int largest, Value* codes, Value* scales,
                            Value* zero_points) {
   Weights w = {.N = N, .K = K, .block = block, .bits = PICK(4, 5, 6, 8), .half = one_in(2), .symmetric = one_in(2)};
   if (block % 32 && w.bits == 5) w.bits = 6; /* 5 bits have no such blocks */
+  if (one_in(6)) w.bits = 4, w.symmetric = w.e2m1 = 1, w.half = 0;
   w.tiles = (N + 31) / 32 * 2, w.blocks = K / block;
   w.codes = malloc(N * K), w.zero_points = malloc(N * w.blocks), w.scales = malloc(N * w.blocks * sizeof(float));
   const int64_t top = (1 << w.bits) - 1;
   new_value(codes, UINT8, 2, (int64_t[]){w.tiles, 16 * K * w.bits / 8});
-  new_value(scales, w.half ? HALF : FLOAT, 3, (int64_t[]){w.tiles, w.blocks, 16});
+  new_value(scales, w.e2m1 ? UINT8 : w.half ? HALF : FLOAT, 3, (int64_t[]){w.tiles, w.blocks, 16});
   if (!w.symmetric) new_value(zero_points, UINT8, 3, (int64_t[]){w.tiles, w.blocks, 16});
   memset(codes->data, 0, elements_of(codes));
   for (int64_t n = 0; n < w.tiles * 16; n++) {
     uint8_t* tile = (uint8_t*)codes->data + n / 16 * (16 * K * w.bits / 8);
     for (int64_t k = 0; k < K; k++) {
       const uint8_t code = (uint8_t)(largest ? top : random_int(0, top));
-      if (n < N) w.codes[n * K + k] = code;
+      if (n < N) w.codes[n * K + k] = w.e2m1 ? (uint8_t)(16 + twice_e2m1(code)) : code;
       const int64_t step = k / 4, byte = n % 16 * 4 + k % 4;
       if (w.bits == 8) tile[64 * step + byte] = code;
       if (w.bits == 4) tile[64 * (step / 2) + byte] |= (uint8_t)(code << (step % 2 * 4));
@@ -104,15 +112,18 @@ static Weights new_weights(int64_t N, int64_t K, int64_t block, int largest, Val
     for (int64_t b = 0; b < w.blocks; b++) {
       const int64_t at = (n / 16 * w.blocks + b) * 16 + n % 16;
       const _Float16 half = (_Float16)((float)random_int(1, 30) / 1000 * (one_in(2) ? 1 : -1));
-      const float scale = w.half ? (float)half : (float)half * 1.0001f;
+      const int exponent = (int)random_int(-9, -4);
+      const float scale = w.e2m1 ? ldexpf(1, exponent) : w.half ? (float)half : (float)half * 1.0001f;
       const uint8_t zero_point = (uint8_t)random_int(0, top);
-      if (w.half)
+      if (w.e2m1)
+        ((uint8_t*)scales->data)[at] = (uint8_t)(127 + exponent);
+      else if (w.half)
         memcpy((char*)scales->data + 2 * at, &half, 2);
       else
         ((float*)scales->data)[at] = scale;
       if (!w.symmetric) ((uint8_t*)zero_points->data)[at] = zero_point;
       if (n < N) w.scales[n * w.blocks + b] = scale;
-      if (n < N) w.zero_points[n * w.blocks + b] = w.symmetric ? (uint8_t)(1 << (w.bits - 1)) : zero_point;
+      if (n < N) w.zero_points[n * w.blocks + b] = w.symmetric ? (uint8_t)(1 << (w.e2m1 ? 4 : w.bits - 1)) : zero_point;
     }
   }
   return w;
@@ -123,6 +134,7 @@ static void release_weights(Weights* w) {
 static void add_weights(Info* info, const Weights* w) {
   add_int(info, "N", w->N), add_int(info, "K", w->K), add_int(info, "block_size", w->block);
   add_int(info, "bits", w->bits), add_int(info, "half_scales", w->half), add_int(info, "symmetric", w->symmetric);
+  add_int(info, "e2m1", w->e2m1);
 }
 
 /* --- a node, whatever its operator ------------------------------------------------------------------------------ */
@@ -1036,12 +1048,13 @@ enum {
 
 static void add_expert_weights(Info* info, const Weights* w, const char* const* names) {
   add_int(info, names[0], w->block), add_int(info, names[1], w->bits);
-  add_int(info, names[2], w->half), add_int(info, names[3], w->symmetric);
+  add_int(info, names[2], w->half), add_int(info, names[3], w->symmetric), add_int(info, names[4], w->e2m1);
 }
 
 static Node new_block_experts(void) {
-  static const char* const UP_NAMES[] = {"up_block_size", "up_bits", "up_half_scales", "up_symmetric"};
-  static const char* const DOWN_NAMES[] = {"down_block_size", "down_bits", "down_half_scales", "down_symmetric"};
+  static const char* const UP_NAMES[] = {"up_block_size", "up_bits", "up_half_scales", "up_symmetric", "up_e2m1"};
+  static const char* const DOWN_NAMES[] = {"down_block_size", "down_bits", "down_half_scales", "down_symmetric",
+                                           "down_e2m1"};
   Node node = {.what = "BlockExperts", .op = find_op("BlockExperts")};
   Value* in = node.context.inputs;
   const int64_t block = PICK(16, 32, 48, 64), down_block = PICK(16, 32, 48, 64);
@@ -1145,6 +1158,7 @@ enum {
   VALUE_SCALE,
   QUERY_NORM,
   KEY_NORM,
+  SINKS,
   INPUTS
 };
 enum { NO_ROPE, HALVES, INTERLEAVED };
@@ -1236,6 +1250,14 @@ static Node new_attention(void) {
     new_value(&in[i], FLOAT, 1, &node.D);
     fill_floats(&in[i], 1);
     node.changed[i] = LAST_AXIS | TYPE | ALIGNMENT;
+  }
+  if (one_in(3)) {
+    new_value(&in[SINKS], FLOAT, 1, &node.heads);
+    for (int64_t h = 0; h < node.heads; h++) {
+      const float sinks[] = {-INFINITY, -50, -1, 0, 2, 30};
+      ((float*)in[SINKS].data)[h] = sinks[random_int(0, 5)];
+    }
+    node.changed[SINKS] = LAST_AXIS | TYPE | ALIGNMENT;
   }
   if (one_in(8)) { /* values whose results are not compared */
     const float extremes[] = {NAN, INFINITY, -INFINITY, FLT_MAX, 1e-42f};
@@ -1350,6 +1372,8 @@ static void check_attention(Node* node) {
           if (node->softcap > 0) score = node->softcap * tanh(score / node->softcap);
           scores[t] = score, max = fmax(max, score);
         }
+        const float* sink = in[SINKS].present ? (float*)in[SINKS].data + h : NULL;
+        if (sink) max = fmax(max, *sink), sum = exp(*sink - max);
         for (int64_t t = first; t <= position; t++) sum += exp(scores[t] - max);
         for (int64_t t = first; t <= position; t++) {
           const int64_t at = entry_of(node, b, head, t) * D;
@@ -1387,7 +1411,8 @@ static int is_own(const char* attribute) {
 
 static int is_optional(const char* attribute) {
   return !strncmp(attribute, "do_", 3) || !strncmp(attribute, "rotary", 6) || !strcmp(attribute, "epsilon") ||
-         !strcmp(attribute, "softcap") || !strcmp(attribute, "local_window_size") || is_own(attribute);
+         !strcmp(attribute, "softcap") || !strcmp(attribute, "local_window_size") || strstr(attribute, "e2m1") ||
+         is_own(attribute);
 }
 
 /* Breaks one thing of a node; says what, or NULL if the thing cannot be broken. */
@@ -1414,6 +1439,7 @@ static const char* malform(Node* node, int64_t thing) {
       value->present = 0;
       return "an absent input";
     }
+    if (size_of(value->type) == 1) return NULL; /* bytes are aligned anywhere */
     const size_t bytes = elements_of(value) * size_of(value->type);
     value->block = malloc(bytes + 1);
     value->data = (char*)value->block + 1;
@@ -1432,7 +1458,12 @@ static const char* malform(Node* node, int64_t thing) {
     if (!strcmp(attribute->name, "gated") || !strcmp(attribute->name, "normalized") ||
         !strcmp(attribute->name, "after"))
       return NULL;
+    if (strstr(attribute->name, "e2m1")) {
+      attribute->i = !attribute->i;
+      return "another e2m1";
+    }
     if (strstr(attribute->name, "half_scales")) {
+      if ((strstr(attribute->name, "down") ? &node->down : &node->weights)->e2m1) return NULL; /* which has one kind */
       attribute->i = !attribute->i;
       return "another half_scales";
     }

@@ -5,9 +5,9 @@
 
 #include "ort.h"
 
-#define MOST_INPUTS     14
+#define MOST_INPUTS     15
 #define MOST_OUTPUTS    2
-#define MOST_ATTRIBUTES 16
+#define MOST_ATTRIBUTES 20
 
 struct Value {
   int present, type;

@@ -325,11 +325,38 @@ DEFECTS = {
         "rotate(w, w->key + token, w->query_norm",
         "CachedAttention.*expected",
     ),
+    "a head has the sink of another": Defect(
+        "cached_attention.c",
+        "w->sinks[head * w->group + q % w->group]",
+        "w->sinks[head * w->group]",
+        "CachedAttention.*expected",
+    ),
+    "a sink has no weight in the sum": Defect(
+        "cached_attention.c", "has_codes(w) && AVX512 ? LARGEST_WEIGHT : 1;", "0;", "CachedAttention.*expected"
+    ),
+    "the number of sinks is not checked": Defect(
+        "cached_attention.c", "!holds(&in[SINKS], FLOAT, k->heads)", "0", "AddressSanitizer|accepted|SEGV|overflow"
+    ),
     "channels that do not turn are lost": Defect(
         "cached_attention.c",
         "memcpy(to + 2 * half, from + 2 * half, (w->D - 2 * half) * sizeof(float));",
         "if (!half) memcpy(to, from, w->D * sizeof(float));",
         "CachedAttention.*expected",
+    ),
+    "floats of 4 bits are read as integers": Defect(
+        "block_product.c", "return e2m1 ? look_up", "return e2m1 > 1 ? look_up", "(Linear|BlockExperts).*expected"
+    ),
+    "a float of 4 bits has the value of its neighbour": Defect(
+        "codes.h", "20, 22, 24, 28", "20, 22, 28, 28", "(Linear|Experts|Gather).*expected"
+    ),
+    "the scales of floats of 4 bits are those of another expert": Defect(
+        "block_experts.c", "scales * scale_bytes(&w.shape)", "scales * 0", "BlockExperts.*expected"
+    ),
+    "the type of scales of floats of 4 bits is not checked": Defect(
+        "block_product.h",
+        "return s->e2m1 ? UINT8 : s->half_scales ? HALF : FLOAT;",
+        "return s->e2m1 ? FLOAT : s->half_scales ? HALF : FLOAT;",
+        "accepted|refused|expected|weights of another",
     ),
     "an index may be one too large": Defect(
         "experts.h", "r->index[i] >= r->experts", "r->index[i] > r->experts", "accepted|overflow"

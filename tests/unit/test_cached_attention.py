@@ -52,6 +52,7 @@ class Case:
     rotary: str = "half"  # half, interleaved, none
     window: int = 0
     softcap: float = 0.0
+    sinks: bool = False
     threads: int = 2
     max_tokens: int = MAX_TOKENS
 
@@ -99,6 +100,8 @@ def constants(case: Case) -> dict[str, Array]:
         least = 0.01 if case.bits == 8 else 0.1
         shape = (1, case.kv_heads, 1, case.head_size)
         found |= {name: rng.uniform(least, 4 * least, shape) for name in ("ks", "vs")}
+    if case.sinks:  # far below all scores, among them, and far above
+        found["sinks"] = np.resize([-1e3, 0.0, 3.0, 40.0, -2.0, 1.0], case.heads)
     return {name: array.astype(np.float32) for name, array in found.items()}
 
 
@@ -134,10 +137,13 @@ def model(case: Case, op_type: str) -> bytes:
     tables = ["cos", "sin"] if "cos" in found else ["", ""]
     scales = ["ks", "vs"] if case.codes else []
     own = op_type == "CachedAttention"
+    if case.sinks and own:
+        scales += [*[""] * (4 - len(scales)), "sinks"]
     inputs = ["q", "", ""] if case.packed else ["q", "k", "v"]
     inputs += ["past_key", "past_value", *(["offsets", "starts", "table"] if own else ["last", "total"]), *tables]
+    if (case.codes or case.sinks) and not own:
+        inputs += ["", "", "sinks" if case.sinks else ""]
     if case.codes and not own:
-        inputs += ["", "", ""]
         attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": case.bits}
     domain = DOMAIN if own else "com.microsoft"
     outputs = ["y"] if own else ["y", "key", "value"]  # ours writes its inputs
@@ -315,8 +321,12 @@ def attended(case: Case, step: Step, key: Array, value: Array) -> Array:
             if case.softcap:
                 scores = case.softcap * np.tanh(scores / case.softcap)
             scores = np.where(visible, scores, -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            y[b, :, head] = weights / weights.sum(-1, keepdims=True) @ values
+            largest, sum_of_sinks = scores.max(-1, keepdims=True), 0.0
+            if case.sinks:
+                largest = np.maximum(largest, scales["sinks"][head])
+                sum_of_sinks = np.exp(scales["sinks"][head] - largest)
+            weights = np.exp(scores - largest)
+            y[b, :, head] = weights / (weights.sum(-1, keepdims=True) + sum_of_sinks) @ values
     return y
 
 
@@ -360,6 +370,10 @@ CASES = {
     "window of floats": Case(window=3, bits=32),
     "soft cap": Case(softcap=3.0),
     "soft cap and window": Case(softcap=3.0, window=70, bits=32),
+    "sinks": Case(sinks=True),
+    "sinks, float cache, window": Case(sinks=True, bits=32, window=40),
+    "sinks, 4 bits, soft cap": Case(sinks=True, bits=4, softcap=3.0),
+    "sinks, group of 8": Case(heads=16, kv_heads=2, sinks=True, window=128, packed=False),
     "heads of 16": Case(heads=4, kv_heads=4, head_size=16),
     "heads of 80": Case(heads=4, kv_heads=2, head_size=80),
     "float heads of 80": Case(heads=4, kv_heads=2, head_size=80, bits=32),
@@ -389,12 +403,18 @@ def test_it_computes_what_it_says(case: Case, tokens: int, past: list[int]) -> N
 
 @pytest.mark.parametrize("threads", [1, 16])
 @pytest.mark.parametrize(
-    ("tokens", "past", "bits"),
-    [(1, [8191, 63, 5000], 8), (4096, [0], 8), (300, [7892], 8), (1, [8191, 63, 5000], 4)],
-    ids=["decode", "prompt", "last of a prompt", "decode of 4 bits"],
+    ("tokens", "past", "bits", "sinks"),
+    [
+        (1, [8191, 63, 5000], 8, False),
+        (4096, [0], 8, False),
+        (300, [7892], 8, False),
+        (1, [8191, 63, 5000], 4, False),
+        (70, [8122, 0], 8, True),
+    ],
+    ids=["decode", "prompt", "last of a prompt", "decode of 4 bits", "sinks"],
 )
-def test_contexts_of_8192_tokens(tokens: int, past: list[int], bits: int, threads: int) -> None:
-    case = Case(heads=2, kv_heads=1, bits=bits, threads=threads, max_tokens=8192)
+def test_contexts_of_8192_tokens(tokens: int, past: list[int], bits: int, sinks: bool, threads: int) -> None:
+    case = Case(heads=2, kv_heads=1, bits=bits, sinks=sinks, threads=threads, max_tokens=8192)
     step = step_of(case, tokens, past)
     result = run(case, step, paged=True)
     check(case, step, result)
@@ -404,7 +424,10 @@ def test_contexts_of_8192_tokens(tokens: int, past: list[int], bits: int, thread
 @pytest.mark.parametrize(("tokens", "past"), [(1, [0, 5, 63, 140]), (70, [33]), (100, [0])], ids=str)
 @pytest.mark.parametrize(
     "case",
-    [Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(softcap=3.0), Case(rotary="interleaved")],
+    [
+        *(Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(softcap=3.0), Case(rotary="interleaved")),
+        *(Case(sinks=True), Case(bits=32, sinks=True), Case(window=40, sinks=True)),
+    ],
     ids=str,
 )
 def test_it_equals_the_stock_operator(case: Case, tokens: int, past: list[int]) -> None:
@@ -416,7 +439,9 @@ def test_it_equals_the_stock_operator(case: Case, tokens: int, past: list[int]) 
 
 
 @pytest.mark.parametrize(
-    "case", [Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(heads=3, kv_heads=3)], ids=str
+    "case",
+    [Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(heads=3, kv_heads=3), Case(sinks=True)],
+    ids=str,
 )
 @pytest.mark.parametrize("tokens", [1, 2, 30])
 def test_a_sequence_is_the_same_to_the_bit_in_any_batch(case: Case, tokens: int) -> None:
@@ -428,7 +453,14 @@ def test_a_sequence_is_the_same_to_the_bit_in_any_batch(case: Case, tokens: int)
             np.testing.assert_array_equal(alone[0], together[row])
 
 
-@pytest.mark.parametrize("case", [Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(softcap=2.0)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(softcap=2.0)),
+        *(Case(sinks=True), Case(sinks=True, bits=32, window=40)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("pieces", [(99,), (1,) * 99, (64, 35), (1, 50, 48)], ids=["whole", "single", "two", "three"])
 def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut(case: Case, pieces: tuple[int, ...]) -> None:
     whole = step_of(case, 99, [0])
@@ -449,6 +481,7 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut(case: Case, pieces: t
     head_size=st.sampled_from([16, 48, 64, 96]),
     bits=st.sampled_from([32, 8, 4]),
     window=st.sampled_from([0, 1, 30, 100]),
+    sinks=st.booleans(),
     tokens=st.integers(1, 60),
     past=st.lists(st.integers(0, MAX_TOKENS - 60), min_size=1, max_size=4),
 )
@@ -458,10 +491,11 @@ def test_any_shape(
     head_size: int,
     bits: int,
     window: int,
+    sinks: bool,
     tokens: int,
     past: list[int],
 ) -> None:
-    case = Case(kv_heads * group, kv_heads, head_size, bits=bits, window=window)
+    case = Case(kv_heads * group, kv_heads, head_size, bits=bits, window=window, sinks=sinks)
     step = step_of(case, tokens, past)
     check(case, step, run(case, step))
 
@@ -500,7 +534,10 @@ def test_what_lies_behind_a_sequence_is_not_read() -> None:
     counts=st.lists(st.sampled_from([0, 1, 1, 2, 17, 40, 70]), min_size=1, max_size=5),
     past=st.lists(st.integers(0, MAX_TOKENS - 70), min_size=5, max_size=5),
     case=st.sampled_from(
-        [Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(heads=3, kv_heads=3), Case(packed=False)]
+        [
+            *(Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(heads=3, kv_heads=3), Case(packed=False)),
+            *(Case(sinks=True), Case(sinks=True, bits=32, window=40)),
+        ]
     ),
 )
 def test_any_mix_of_prompts_and_single_tokens_equals_each_alone(counts: list[int], past: list[int], case: Case) -> None:

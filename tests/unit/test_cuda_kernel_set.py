@@ -40,15 +40,21 @@ def test_weights_that_are_not_taken_have_a_reason(scheme: Scheme, columns: int, 
     assert found.startswith(reason) and bool(found) == bool(reason)
 
 
-@pytest.mark.parametrize(("table", "norms", "reason"), [(32, True, "no head norms"), (16, False, "no partial rotary")])
-def test_a_plan_drops_no_part_of_attention(table: int, norms: bool, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("table", "others", "reason"),
+    [
+        (32, ("query_norm", "key_norm"), "no head norms"),
+        (16, (), "no partial rotary"),
+        (32, ("", "", "sinks"), "no sinks"),
+    ],
+)
+def test_a_plan_drops_no_part_of_attention(table: int, others: tuple[str, ...], reason: str) -> None:
     """Planted: a pass that moves more into attention than its kernels compute."""
     caches = [value(name, ["blocks", 2, 64, 64]) for name in ("keys", "values")]
     tables = [value(name, [128, table]) for name in ("cosines", "sines")]
-    weights = [value(name, [64]) for name in ("query_norm", "key_norm")] if norms else []
-    given = [value("qkv", [1, "tokens", 512]), *caches, *tables, *weights]
-    qkv, keys, values, *rest = given
-    inputs = [qkv, None, None, keys, values, None, None, None, *rest[:2], None, None, *rest[2:]]
+    weights = [value(name, [4 if name == "sinks" else 64]) if name else None for name in others]
+    given = [qkv := value("qkv", [1, "tokens", 512]), *caches, *tables, *(each for each in weights if each)]
+    inputs = [qkv, None, None, *caches, None, None, None, *tables, None, None, *weights]
     node = ir.node("CachedAttention", inputs, attributes={"num_heads": 4, "kv_num_heads": 2}, domain=DOMAIN)
     with pytest.raises(BuildError, match=reason):
         make_plan(model_of(given, [named("y", node.outputs[0])]))

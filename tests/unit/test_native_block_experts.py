@@ -26,14 +26,15 @@ from tapeout.operators.experts.function import experts_function
 from tapeout.quantized import QuantizedWeight, round_to_nearest
 from tapeout.schemes import Scheme
 from tests.lowering import apply, lowering, model_of, named, op, parameter, value
-from tests.native import Array, Matrix, expected
+from tests.native import MXFP4, Array, Matrix, expected
 from tests.unit.test_native_experts import GATES, activated, choices, random
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 HIDDEN, INNER, EXPERTS = 64, 96, 6
 ROUNDING_OF_INNER = 3e-6  # relative, of channels that the kernel computes itself
 SCHEMES = [
-    Scheme(bits=bits, group_size=32, symmetric=symmetric) for bits in (4, 5, 6, 8) for symmetric in (False, True)
+    *(Scheme(bits=bits, group_size=32, symmetric=symmetric) for bits in (4, 5, 6, 8) for symmetric in (False, True)),
+    MXFP4,
 ]
 
 
@@ -135,6 +136,24 @@ def check(
     assert (over <= 0).all(), f"{over.max():.1e} beyond what rounding explains, of {np.abs(wanted).max():.1e}"
     # The bound is that of a few channels between two codes: far below what any other weight or choice would give.
     assert np.median(bound) < 0.02 * np.abs(wanted).mean()
+
+
+@pytest.mark.usefixtures("level")
+def test_floats_of_4_bits_give_the_bits_of_the_integers_that_hold_them() -> None:
+    """In 4.25 bits a weight: codes are read as they are, and scales are bytes."""
+    gate, (up, down) = GATES[1], weights(MXFP4, True)
+    wide = [weight.widened(5) for weight in (up, down)]
+    assert wide[0] is not None and wide[1] is not None
+    biases = random_biases(up, down)
+    models = experts_model(gate, up, down, biases), experts_model(gate, wide[0], wide[1], biases)
+    for tokens in (1, 7, 30):
+        x, (index, share) = random(tokens, HIDDEN, seed=tokens), choices(tokens, 3, EXPERTS, 5)
+        one, other = (run(opened(model), x, index, share) for model in models)
+        np.testing.assert_array_equal(one, other)
+    stored = [tensor for tensor in models[0].graph.initializers.values() if "codes" in str(tensor.name)]
+    scales = [tensor for tensor in models[0].graph.initializers.values() if "scales" in str(tensor.name)]
+    sizes = [sum(v.const_value.nbytes for v in held if v.const_value is not None) for held in (stored, scales)]
+    assert sizes[0] * 2 == up.codes.size + down.codes.size and sizes[1] == up.scales.size + down.scales.size
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engines.kernels.cpu import Level
 from quantization.reference import round_activations
 from tapeout.schemes import Scheme
-from tests.native import Matrix, Run, check, expected, gather_session, linear_session, random_linear
+from tests.native import MXFP4, Matrix, Run, check, expected, gather_session, linear_session, random_linear
 
 pytestmark = pytest.mark.usefixtures("level")
 
@@ -46,6 +46,29 @@ def test_a_linear_equals_its_reference(bits: int, block: int, symmetric: bool, h
             for count in TOKENS:
                 x = random_matrix(count, 3 * block)
                 check(run(x)[0], expected(x, linear, added))
+
+
+@pytest.mark.parametrize("kind", ["BlockLinear", "GatedLinear", "NormLinear", "HeadLinear"])
+def test_floats_of_4_bits_give_the_bits_of_the_integers_that_hold_them(kind: str) -> None:
+    columns = 192
+    linear = random_linear(75, columns, MXFP4)
+    wide = linear.widened(5)
+    assert wide is not None
+    norm = random_matrix(1, columns, 5)[0] if kind == "NormLinear" else None
+    one, other = (linear_session(kind, stored, weight=norm) for stored in (linear, wide))
+    for count in TOKENS:
+        given = [random_matrix(count, 2 * columns if kind == "GatedLinear" else columns)]
+        given += [np.array(False)] if kind == "HeadLinear" else []
+        np.testing.assert_array_equal(one(*given)[0], other(*given)[0])
+        if kind == "BlockLinear":
+            check(one(*given)[0], expected(given[0], linear))
+
+
+def test_embeddings_in_floats_of_4_bits() -> None:
+    table = random_linear(100, 96, MXFP4)
+    table.codes[:16] = np.arange(16, dtype=np.uint8)[:, None]
+    ids = np.arange(-100, 100)[None]
+    np.testing.assert_array_equal(gather_session(table)(ids)[0][0], table.dequantize()[ids[0]])
 
 
 def test_the_reference_is_that_of_the_quantized_model() -> None:

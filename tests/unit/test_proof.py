@@ -95,6 +95,8 @@ def test_the_inventory_counts_what_lies_in_the_file(tmp_path: Path) -> None:
         scales=16,
         held=14,
     )
+    (same,) = count_tensors(checkpoint, "w.weight", lambda: checkpoint.weight("w.weight"))
+    assert same.exact and prove([same], {"w.weight": INT4}).exact_tensors == 1
     (in_float,) = count_tensors(checkpoint, "f", lambda: weight)
     assert in_float == TensorInventory(name="f", weights=15, columns=5, stored_bytes=60, bits=32, format="float")
 

@@ -14,6 +14,7 @@ from jsonschema import ValidationError, validate
 from runtime.gateway.http import chat
 from runtime.gateway.protocol.bodies import CalledTool, FunctionCall, Message, NamedFunction, NamedTool, Tool
 from runtime.gateway.protocol.errors import ApiError
+from runtime.gateway.text.calls import Read, ToolReader
 from runtime.gateway.text.conversations import plain
 from runtime.gateway.text.model import ResponseText, TextModel
 from runtime.gateway.text.tools import (
@@ -21,10 +22,8 @@ from runtime.gateway.text.tools import (
     Llama3Reader,
     MistralReader,
     NamedReader,
-    Read,
     RequiredReader,
     ToolFormat,
-    ToolReader,
     format_of,
     required_call,
 )
@@ -387,8 +386,8 @@ def test_a_conversation_goes_on_whatever_an_earlier_call_holds(server: Served, a
 def test_ids_of_calls_are_as_mistral_templates_want_them() -> None:
     """Nine letters and digits, and those of a result are those of its call."""
     call = CalledTool(id="call_0123456789abcdef01234567", function=FunctionCall(name="f", arguments="{}"))
-    asked = plain(Message(role="assistant", tool_calls=[call]), short_ids=True)["tool_calls"][0]["id"]
-    result = plain(Message(role="tool", tool_call_id=call.id, content="9"), short_ids=True)["tool_call_id"]
+    asked = plain(Message(role="assistant", tool_calls=[call]), "mistral")["tool_calls"][0]["id"]
+    result = plain(Message(role="tool", tool_call_id=call.id, content="9"), "mistral")["tool_call_id"]
     assert asked == result and len(asked) == 9 and asked.isalnum()
     assert plain(Message(role="tool", tool_call_id=call.id, content="9"))["tool_call_id"] == call.id
 

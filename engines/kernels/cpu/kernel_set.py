@@ -11,12 +11,16 @@ from numpy.typing import NDArray
 
 from engines.kernels.cpu import Level, unsupported
 from engines.kernels.cpu.packing import STEP, TILE, by_tile, joined_steps, packed, tiles_of
-from engines.kernels.kernel_set import AttentionPart
+from engines.kernels.kernel_set import AttentionPart, half_where_exact
 from engines.kernels.operators import OPERATORS
 from tapeout.fingerprint import cpu_features
+from tapeout.formats.mxfp4 import FORMAT, encode_scales
+from tapeout.number_format import FloatArray
 from tapeout.quantized import QuantizedWeight, format_of
+from tapeout.schemes import Scheme
 
 CODE_BITS = (4, 5, 6, 8)
+E2M1 = FORMAT.name  # whose codes the kernels read as they are
 SMALLEST_BLOCK = 16  # input channels
 HEAD_SIZES, LARGEST_HEAD = 16, 512  # a head is a multiple of the first: the lanes of a vector
 CACHES = ("float32", "int8", "int4")
@@ -64,8 +68,14 @@ class CpuKernels:
 
     def code_bits(self, weight: QuantizedWeight) -> int:
         """5-bit codes lie together in eight steps: in groups without whole ones they are stored in 6 bits."""
+        if weight.scheme.format == E2M1:
+            return weight.scheme.bits
         bits = min(known for known in CODE_BITS if known >= format_of(weight.scheme).integer_bits)
         return bits if weight.group_size % (STEP * joined_steps(bits)) == 0 else 6
+
+    def stored_scales(self, scales: FloatArray, scheme: Scheme) -> NDArray[Any]:
+        """Kernels multiply twice the elements of E2M1, which are integers, with half the scale."""
+        return encode_scales(scales * np.float32(0.5)) if scheme.format == E2M1 else half_where_exact(scales)
 
     def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, int]:
         return tiles_of(outputs), TILE * columns * bits // 8

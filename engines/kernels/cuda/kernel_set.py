@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.kernels.cuda.packing import by_row_pair, chunks_of, packed, tiles_of
-from engines.kernels.kernel_set import AttentionPart
+from engines.kernels.kernel_set import AttentionPart, half_where_exact
+from tapeout.number_format import FloatArray
 from tapeout.quantized import QuantizedWeight, format_of
+from tapeout.schemes import Scheme
 
 CODE_BITS = (4, 5, 6, 8)
 SMALLEST_BLOCK = 32  # input channels: two mma of 16 are summed before they are scaled
@@ -59,6 +61,9 @@ class CudaKernels:
 
     def code_bits(self, weight: QuantizedWeight) -> int:
         return min(known for known in CODE_BITS if known >= format_of(weight.scheme).integer_bits)
+
+    def stored_scales(self, scales: FloatArray, scheme: Scheme) -> NDArray[Any]:
+        return half_where_exact(scales)
 
     def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, int]:
         return tiles_of(outputs), chunks_of(columns) * 128 * bits

@@ -3,7 +3,8 @@
     Linear(x) over codes   ->   BlockLinear(x, codes, scales[, zero points][, bias])
 
 What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every token and block. The
-target's kernels say which weights they take and how these lie in memory. Scales are float16 where that loses nothing.
+target's kernels say which weights they take and how these lie in memory. Scales are float16 where that loses nothing,
+or bytes of exponents beside codes that are 4-bit floats.
 """
 
 from __future__ import annotations
@@ -74,15 +75,16 @@ def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[QuantizedW
 
 
 def widened(linear: QuantizedWeight | NDArray[np.float32], bits: int) -> QuantizedWeight:
-    """The same weight to the bit, in integer codes of ``bits``, which hold it."""
-    found = linear.widened(bits) if isinstance(linear, QuantizedWeight) else None
+    """The same weight to the bit, in codes of ``bits``, which hold it: its own, or integers."""
+    assert isinstance(linear, QuantizedWeight)
+    found = linear if linear.scheme.bits == bits else linear.widened(bits)
     assert found is not None, "whoever names the bits asked the format"
     return found
 
 
 def in_more_bits(linear: QuantizedWeight, bits: int) -> str:
     """For a bundle's record."""
-    return "" if linear.scheme.format == f"int{bits}" else f", stored in {bits} bits"
+    return "" if linear.scheme.bits == bits else f", stored in {bits} bits"
 
 
 def stacked(
@@ -96,8 +98,7 @@ def stacked(
     bits, columns, outputs = parts[0].scheme.bits, parts[0].codes.shape[1], sum(len(part.codes) for part in parts)
     scales = np.concatenate([part.scales for part in parts]).astype(np.float32)
     zero_points = [part.zero_points for part in parts if part.zero_points is not None]
-    half = scales.astype(np.float16)
-    exact = bool(np.array_equal(half.astype(np.float32), scales))
+    stored = kernels.stored_scales(scales, parts[0].scheme)
     return (
         deferred(
             model,
@@ -106,7 +107,7 @@ def stacked(
             ir.DataType.UINT8,
             lambda: kernels.pack_codes(np.concatenate([part.codes for part in read()]), bits),
         ),
-        initializer(model, f"{label}.scales", kernels.pack_scales(half if exact else scales)),
+        initializer(model, f"{label}.scales", kernels.pack_scales(stored)),
         initializer(model, f"{label}.zero_points", kernels.pack_scales(np.concatenate(zero_points)))
         if zero_points
         else None,
@@ -121,4 +122,4 @@ def attributes(linear: QuantizedWeight, scales: ir.Value) -> dict[str, int]:
         "block_size": linear.group_size,
         "half_scales": int(scales.dtype == ir.DataType.FLOAT16),
         "symmetric": int(linear.scheme.symmetric),
-    }
+    } | ({"e2m1": 1} if scales.dtype == ir.DataType.UINT8 else {})

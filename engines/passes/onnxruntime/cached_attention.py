@@ -3,9 +3,9 @@
     Attention(Rotary(Transpose(Reshape(q))), Rotary(…k), Transpose(Reshape(v)), mask, past…)
         ->  CachedAttention(q, k, v, past…, offsets, starts, block_table, cos, sin[, scales])
 
-Rotary of the first channels of heads, with the others as they are (Concat, Slice), and an RMSNorm of each head of
-queries and keys before it go into the operator, too. Where q, k and v are the parts of one merged linear, its output is
-passed packed and the Split is removed.
+Rotary of the first channels of heads, with the others as they are (Concat, Slice), an RMSNorm of each head of queries
+and keys before it, and the sinks of AttentionWithSinks go into the operator, too. Where q, k and v are the parts of one
+merged linear, its output is passed packed and the Split is removed.
 
 The graph inputs change: the tokens of all sequences are packed one after the other, those of sequence b from
 ``offsets[b]`` to ``offsets[b + 1] - 1``, at positions from ``starts[b]``; ``block_table [B, M]`` says in which blocks
@@ -47,10 +47,10 @@ from engines.passes.graph.linears import is_linear
 from engines.passes.onnxruntime.step_inputs import drop_mask, step_inputs
 from tapeout.errors import BuildError
 from tapeout.operators import layer_of_node
-from tapeout.operators.attention import AttentionNode, is_attention
+from tapeout.operators.attention import NAME, NAME_WITH_SINKS, AttentionNode, is_attention
 
 FLOAT_CACHES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}  # of caches without scales, by float type
-BEFORE_NORMS = 12  # inputs of the operator
+BEFORE_NORMS, BEFORE_SINKS = 12, 14  # inputs of the operator
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -60,14 +60,15 @@ def run(lowering: Lowering) -> PassResult:
         return PassResult(0, ("no attention in the graph",))
     dtype = f"int{lowering.kv_bits}" if lowering.kv_scales else FLOAT_CACHES[lowering.float_type].numpy().name
     for node in nodes:
-        _require_kernel(lowering, layer_of_node(node), dtype, dimension(node.inputs[4], 3))
+        _require_kernel(lowering, layer_of_node(node), dtype, AttentionNode.of(node).head_size)
     where = step_inputs(model, OFFSETS, STARTS, BLOCK_TABLE)
     notes: list[str] = []
     for node in nodes:
         layer = layer_of_node(node)
         notes += (f"layer {layer}: {note}" for note in _lower(lowering, layer, node, where))
     drop_mask(model)
-    del model.functions[("tapeout", "Attention", "")]
+    for name in (NAME, NAME_WITH_SINKS):
+        model.functions.pop(("tapeout", name, ""), None)
     model.opset_imports[DOMAIN] = 1
     return PassResult(len(nodes), tuple(notes))
 
@@ -85,7 +86,7 @@ def _require_kernel(lowering: Lowering, layer: int, dtype: str, head_size: int) 
 def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Value]) -> list[str]:
     """Replace one node. Returns what could not be folded into it."""
     model = lowering.model
-    query, key, value, _, past_key, past_value = node.inputs
+    query, key, value, _, *sinks, past_key, past_value = node.inputs
     assert query is not None and key is not None and value is not None
     assert past_key is not None and past_value is not None
     fixed = AttentionNode.of(node)
@@ -142,6 +143,8 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
     if norms:
         inputs += [*[None] * (BEFORE_NORMS - len(inputs)), *(norm.weight for norm in norms)]
         attributes["epsilon"] = norms[0].epsilon
+    if sinks:
+        inputs += [*[None] * (BEFORE_SINKS - len(inputs)), *sinks]
     for past in (past_key, past_value):
         past.shape, past.type = ir.Shape(["blocks", kv_heads, "block_tokens", columns]), ir.TensorType(element)
     output = new_value(f"layers.{layer}.attention")

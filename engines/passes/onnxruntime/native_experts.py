@@ -167,8 +167,7 @@ def _packed(
     experts, _, columns = projection.shape
     bits = kernels.code_bits(stored)
     first = widened(_of_expert(stored, 0), bits)  # all have its shapes and types
-    exact = bool(np.array_equal(stored.scales.astype(np.float16).astype(np.float32), stored.scales))
-    dtype = np.dtype(np.float16 if exact else np.float32)
+    dtype = kernels.stored_scales(widened(stored, bits).scales, first.scheme).dtype
 
     def all_experts(pack: Callable[[QuantizedWeight], NDArray[Any]]) -> NDArray[Any]:
         """One after another, so that nothing but the result is as large as a layer's experts."""
@@ -183,7 +182,7 @@ def _packed(
         return kernels.pack_codes(weight.codes[order], bits)
 
     def scales(weight: QuantizedWeight) -> NDArray[Any]:
-        return kernels.pack_scales(weight.scales[order].astype(dtype))
+        return kernels.pack_scales(kernels.stored_scales(weight.scales[order], weight.scheme).astype(dtype))
 
     def zero_points(weight: QuantizedWeight) -> NDArray[np.uint8]:
         assert weight.zero_points is not None
@@ -204,9 +203,9 @@ def _packed(
     return inputs, {
         "bits": bits,
         "block_size": stored.group_size,
-        "half_scales": int(exact),
+        "half_scales": int(dtype == np.float16),
         "symmetric": int(first.zero_points is None),
-    }
+    } | ({"e2m1": 1} if dtype == np.uint8 else {})
 
 
 def _of_expert(weight: QuantizedWeight, expert: int) -> QuantizedWeight:

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.kernels.kernel_set import AttentionPart
+from tapeout.number_format import FloatArray
 from tapeout.quantized import QuantizedWeight
+from tapeout.schemes import Scheme
 
 CACHES = ("float16", "int8")
 NONE = "ONNX Runtime's CUDA provider has operators of its own"
@@ -42,6 +44,9 @@ class ProviderOperators:
         return "" if part == "head norms" else f"PagedAttention is given no {part}"
 
     def code_bits(self, weight: QuantizedWeight) -> int:
+        raise NotImplementedError(NONE)
+
+    def stored_scales(self, scales: FloatArray, scheme: Scheme) -> NDArray[Any]:
         raise NotImplementedError(NONE)
 
     def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ class ProofKind(EvidenceKind[ProofSummary, Frozen, Bounds]):
                 "quantized_tensors",
                 "Quantized tensors",
                 proof.quantized_tensors,
-                note=f"{proof.planned_tensors} planned",
+                note=f"{proof.planned_tensors} planned, {proof.exact_tensors} hold the source's weights exactly",
             ),
             FactRow("kv_cache", "KV cache", f"{cache.dtype}, {cache.granularity.replace('_', ' ')}"),
         )

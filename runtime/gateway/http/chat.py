@@ -27,9 +27,10 @@ from runtime.gateway.http.sse import TEXT, EventStream, JsonResponse, TextEvents
 from runtime.gateway.protocol.bodies import ChatBody, NamedTool, Tool, parse
 from runtime.gateway.protocol.calls import Call
 from runtime.gateway.protocol.errors import invalid
-from runtime.gateway.text.conversations import encode_chat, opening_of
+from runtime.gateway.text.calls import CallDelta, Read, ToolReader
+from runtime.gateway.text.conversations import encode_chat, opening_of, variables_of
 from runtime.gateway.text.model import TextModel
-from runtime.gateway.text.tools import CallDelta, NamedReader, RequiredReader, ToolReader, reader, required_call
+from runtime.gateway.text.tools import NamedReader, RequiredReader, reader, required_call
 from runtime.wire.messages import Constraint, EngineInfo
 
 
@@ -53,6 +54,7 @@ async def begin_chat(
     service.require_model(body.model)
     body.refuse_unsupported()
     tools = _tools(body)
+    constraint = _constraint(body, tools)
 
     async def encode(model: TextModel, info: EngineInfo) -> list[int]:
         return await encode_chat(
@@ -60,9 +62,10 @@ async def begin_chat(
             body.messages,
             tools,
             add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
+            variables=variables_of(model, body.reasoning_effort, body.chat_template_kwargs),
             parse_special=bool(body.parse_special_tokens),
             most_tokens=most_tokens(body, info),
+            answer_follows=constraint is not None,
         )
 
     session = session_of(body, request.headers)
@@ -82,7 +85,6 @@ async def begin_chat(
         conversation=body.messages,
         session=session,
     )
-    constraint = _constraint(body, tools)
     if constraint is not None:
         await model.require_constraint(constraint)
     choices = choices_of(
@@ -94,7 +96,8 @@ async def begin_chat(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         constraint=constraint,
-        show_special=bool(tools) and model.tool_format == "mistral",  # its mark is a special token
+        # Marks of these formats are special tokens.
+        show_special=model.tool_format == "harmony" or (bool(tools) and model.tool_format == "mistral"),
     )
     return call, model, generate(service.client, call, choices, service.hooks)
 
@@ -127,6 +130,7 @@ class _Message:
 
     reader: ToolReader | None
     content: str = ""
+    reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list[CallDelta])
     chunks: list[ResponseChunk] = field(default_factory=list[ResponseChunk])
 
@@ -142,23 +146,23 @@ class _ChatWriter:
         self._texts: dict[int, TextEvents] = {}  # by choice: its events between the first and the last
 
     def _reader(self) -> ToolReader | None:
-        if not self._tools:
-            return None
         match self._body.tool_choice:
-            case NamedTool(function=function):
+            case NamedTool(function=function) if self._tools:
                 return NamedReader(function.name)
-            case "required":
+            case "required" if self._tools:
                 return RequiredReader()
             case _:
-                return None if self._model.tool_format is None else reader(self._model.tool_format)
+                constrained = _constraint(self._body, self._tools) is not None
+                return reader(self._model.tool_format, tools=bool(self._tools), constrained=constrained)
 
     async def response(self, chunks: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
         async with aclosing(chunks):
             async for chunk in chunks:
                 message = self._messages[chunk.choice.index]
                 message.chunks.append(chunk)
-                content, calls = self._read(message, chunk)
+                content, calls, reasoning = self._read(message, chunk)
                 message.content += content
+                message.reasoning += reasoning
                 message.calls += calls
         found = self._head("chat.completion")
         found["choices"] = [self._choice(index, message) for index, message in enumerate(self._messages)]
@@ -173,6 +177,8 @@ class _ChatWriter:
     def _choice(self, index: int, message: _Message) -> dict[str, Any]:
         last = message.chunks[-1]
         shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+        if message.reasoning:
+            shown["reasoning_content"] = message.reasoning
         if message.calls:
             shown["content"] = message.content or None
             shown["tool_calls"] = _whole_calls(message.calls)
@@ -200,13 +206,14 @@ class _ChatWriter:
             yield event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage(self._call)})
 
     def _of(self, chunk: ResponseChunk) -> list[bytes]:
-        """The events of a chunk: one, unless it holds content and calls."""
+        """The events of a chunk: one, unless it holds content, reasoning or calls together."""
         message = self._messages[chunk.choice.index]
-        content, calls = self._read(message, chunk)
-        if self._only_text and content and not calls and chunk.finish_reason is None:
+        content, calls, reasoning = self._read(message, chunk)
+        if self._only_text and content and not (calls or reasoning) and chunk.finish_reason is None:
             return [self._text(chunk.choice.index, content)]
         message.calls += [call for call in calls if call.name is not None]
-        deltas: list[dict[str, Any]] = [{"content": content}] if content else []
+        deltas: list[dict[str, Any]] = [{"reasoning_content": reasoning}] if reasoning else []
+        deltas += [{"content": content}] if content else []
         deltas += [{"tool_calls": [call.body()]} for call in calls]
         if not deltas and (chunk.finish_reason or chunk.logprobs or (chunk.tokens and self._body.return_token_ids)):
             deltas = [{}]
@@ -244,15 +251,15 @@ class _ChatWriter:
         return data
 
     @staticmethod
-    def _read(message: _Message, chunk: ResponseChunk) -> tuple[str, list[CallDelta]]:
-        """Content and calls in new text."""
+    def _read(message: _Message, chunk: ResponseChunk) -> Read:
+        """Content, calls and reasoning in new text."""
         if message.reader is None:
-            return chunk.text, []
-        content, calls = message.reader.push(chunk.text)
+            return Read(chunk.text, [])
+        found = message.reader.push(chunk.text)
         if chunk.finish_reason:
             rest = message.reader.finish()
-            content, calls = content + rest.content, calls + rest.calls
-        return content, calls
+            found = Read(found.content + rest.content, found.calls + rest.calls, found.reasoning + rest.reasoning)
+        return found
 
     def _reason(self, message: _Message, chunk: ResponseChunk) -> str | None:
         named = isinstance(self._body.tool_choice, NamedTool)  # OpenAI's reason is "stop" where a function is named

@@ -30,6 +30,10 @@ from runtime.gateway.protocol.bodies import (
 )
 from runtime.gateway.protocol.calls import Call
 from runtime.gateway.protocol.errors import invalid
+from runtime.gateway.text.calls import Read, ToolReader
+from runtime.gateway.text.tools import reader
+
+Kind = Literal["message", "reasoning"]  # of items of the output
 
 
 class InputItem(Body):
@@ -49,6 +53,10 @@ class ResponseTextSettings(Body):
     verbosity: str | None = None
 
 
+class ReasoningSettings(Body):
+    effort: str | None = None
+
+
 class ResponsesBody(Body):
     model: str | None = None
     input: str | list[InputItem]
@@ -58,6 +66,7 @@ class ResponsesBody(Body):
     top_p: float | None = None
     stream: bool | None = None
     text: ResponseTextSettings | None = None
+    reasoning: ReasoningSettings | None = None
     prompt_cache_key: SessionId | None = None
     # Known, and refused where they ask for anything.
     previous_response_id: str | None = None
@@ -84,6 +93,7 @@ class ResponsesBody(Body):
             stream=self.stream,
             prompt_cache_key=self.prompt_cache_key,
             response_format=self._format(),
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
         )
 
     def _messages(self) -> list[Message]:
@@ -110,8 +120,9 @@ class ResponsesBody(Body):
 async def responses(service: Service, request: Request) -> Response:
     service.require_open()
     body = parse(ResponsesBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
-    call, _, chunks = await begin_chat(service, request, body.chat(), "resp")
-    writer = _ResponseWriter(body, call)
+    chat = body.chat()
+    call, model, chunks = await begin_chat(service, request, chat, "resp")
+    writer = _ResponseWriter(body, call, reader(model.tool_format, tools=False, constrained=bool(chat.response_format)))
     if not body.stream:
         content = await unless_disconnected(request.receive, writer.response(chunks))
         return JsonResponse(content, headers=headers(call, body))
@@ -120,37 +131,122 @@ async def responses(service: Service, request: Request) -> Response:
     return EventStream(writer.events(first, chunks), headers(call, body))
 
 
-class _ResponseWriter:
-    """The response of a call, in one piece or as events."""
+class _Item:
+    """An item of the output, as far as it has come. ``place``: among the items."""
 
-    def __init__(self, body: ResponsesBody, call: Call) -> None:
-        self._body, self._call = body, call
-        self._item = f"msg_{uuid.uuid4().hex}"
+    def __init__(self, kind: Kind, place: int) -> None:
+        self.kind: Kind = kind
+        self.place, self.text = place, ""
+        self.id = f"{'msg' if kind == 'message' else 'rs'}_{uuid.uuid4().hex}"
+
+    @property
+    def event(self) -> str:
+        return "output_text" if self.kind == "message" else "reasoning_text"
+
+    def part(self, text: str) -> dict[str, Any]:
+        more = {"annotations": [], "logprobs": []} if self.kind == "message" else {}
+        return {"type": self.event, "text": text, **more}
+
+    def body(self, status: str, *, begun: bool = True) -> dict[str, Any]:
+        content = [self.part(self.text)] if begun else []
+        own = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        return {"id": self.id, "type": self.kind, "status": status, "content": content, **own}
+
+
+class _ResponseWriter:
+    """The response of a call, in one piece or as events. ``reader``: of a model that writes more than its answer."""
+
+    def __init__(self, body: ResponsesBody, call: Call, reader: ToolReader | None) -> None:
+        self._body, self._call, self._reader = body, call, reader
+        self._items: list[_Item] = []
         self._events = 0
+        self._reasoning_tokens = 0  # of the steps that brought reasoning and nothing else
 
     async def response(self, chunks: AsyncGenerator[ResponseChunk]) -> dict[str, Any]:
         async with aclosing(chunks):
-            text = "".join([chunk.text async for chunk in chunks])
-        return self._response(text)
+            async for chunk in chunks:
+                for kind, text in self._read(chunk):
+                    self._item(kind).text += text
+        self._item("message")
+        return self._response(done=True)
 
     async def events(self, first: ResponseChunk, chunks: AsyncGenerator[ResponseChunk]) -> AsyncGenerator[bytes]:
-        where = {"item_id": self._item, "output_index": 0, "content_index": 0}
         async with aclosing(chunks):
-            yield self._event("response.created", response=self._response(None))
-            yield self._event("response.in_progress", response=self._response(None))
-            yield self._event("response.output_item.added", output_index=0, item=self._message(None))
-            yield self._event("response.content_part.added", **where, part=_content(""))
-            text = first.text
-            if first.text:
-                yield self._event("response.output_text.delta", **where, delta=first.text, logprobs=[])
+            yield self._event("response.created", response=self._response(done=False))
+            yield self._event("response.in_progress", response=self._response(done=False))
+            for content in self._of(first):
+                yield content
             async for chunk in chunks:
-                text += chunk.text
-                if chunk.text:
-                    yield self._event("response.output_text.delta", **where, delta=chunk.text, logprobs=[])
-        yield self._event("response.output_text.done", **where, text=text, logprobs=[])
-        yield self._event("response.content_part.done", **where, part=_content(text))
-        yield self._event("response.output_item.done", output_index=0, item=self._message(text))
-        yield self._event(f"response.{self._status}", response=self._response(text))
+                for content in self._of(chunk):
+                    yield content
+        if not self._items or self._items[-1].kind != "message":
+            for content in self._next("message"):
+                yield content
+        for content in self._closed():
+            yield content
+        yield self._event(f"response.{self._status}", response=self._response(done=True))
+
+    def _read(self, chunk: ResponseChunk) -> list[tuple[Kind, str]]:
+        """Reasoning and text of the answer, in this order; the answer of other models begins at once."""
+        if self._reader is None:
+            return [("message", chunk.text)]
+        found = self._reader.push(chunk.text)
+        rest = self._reader.finish() if chunk.finish_reason else Read("", [])
+        if found.reasoning and not found.content:
+            self._reasoning_tokens += len(chunk.tokens)
+        parts: list[tuple[Kind, str]] = [
+            ("reasoning", found.reasoning + rest.reasoning),
+            ("message", found.content + rest.content),
+        ]
+        return [(kind, text) for kind, text in parts if text]
+
+    def _item(self, kind: Kind) -> _Item:
+        """The last item, or a new one of another kind."""
+        if not self._items or self._items[-1].kind != kind:
+            self._items.append(_Item(kind, len(self._items)))
+        return self._items[-1]
+
+    def _of(self, chunk: ResponseChunk) -> list[bytes]:
+        found: list[bytes] = []
+        for kind, text in self._read(chunk):
+            if not self._items or self._items[-1].kind != kind:
+                found += self._next(kind)
+            item = self._items[-1]
+            item.text += text
+            more = {"logprobs": []} if kind == "message" else {}
+            if text:
+                found.append(self._event(f"response.{item.event}.delta", **self._where(item), delta=text, **more))
+        return found
+
+    def _next(self, kind: Kind) -> list[bytes]:
+        """The events that end the last item and begin another."""
+        found = self._closed() if self._items else []
+        item = self._item(kind)
+        begun = item.body("in_progress", begun=False)
+        return [
+            *found,
+            self._event("response.output_item.added", output_index=item.place, item=begun),
+            self._event("response.content_part.added", **self._where(item), part=item.part("")),
+        ]
+
+    def _closed(self) -> list[bytes]:
+        item = self._items[-1]
+        more = {"logprobs": []} if item.kind == "message" else {}
+        done = item.body(self._status_of(item))
+        return [
+            self._event(f"response.{item.event}.done", **self._where(item), text=item.text, **more),
+            self._event("response.content_part.done", **self._where(item), part=item.part(item.text)),
+            self._event("response.output_item.done", output_index=item.place, item=done),
+        ]
+
+    @staticmethod
+    def _where(item: _Item) -> dict[str, Any]:
+        return {"item_id": item.id, "output_index": item.place, "content_index": 0}
+
+    def _status_of(self, item: _Item) -> str:
+        """What is followed by another item is complete."""
+        status = self._status
+        return "completed" if status == "in_progress" or item is not self._items[-1] else status
 
     @property
     def _status(self) -> str:
@@ -161,21 +257,15 @@ class _ResponseWriter:
         self._events += 1
         return event({"type": name, "sequence_number": self._events - 1, **values}, name)
 
-    def _message(self, text: str | None) -> dict[str, Any]:
-        content = [] if text is None else [_content(text)]
-        status = "in_progress" if text is None else self._status
-        return {"id": self._item, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _response(self, text: str | None) -> dict[str, Any]:
-        """``text`` None: it has only begun."""
+    def _response(self, *, done: bool) -> dict[str, Any]:
         call, body = self._call, self._body
-        status = "in_progress" if text is None else self._status
+        status = self._status if done else "in_progress"
         wanted = body.text.format if body.text else None
         used = {
             "input_tokens": call.prompt_tokens,
             "input_tokens_details": {"cached_tokens": call.cached_tokens},
             "output_tokens": call.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": call.prompt_tokens + call.completion_tokens,
         }
         return {
@@ -189,7 +279,7 @@ class _ResponseWriter:
             "max_output_tokens": body.max_output_tokens,
             "metadata": {},
             "model": call.model,
-            "output": [] if text is None else [self._message(text)],
+            "output": [item.body(self._status_of(item)) for item in self._items] if done else [],
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "store": False,
@@ -198,9 +288,5 @@ class _ResponseWriter:
             "tool_choice": "none",
             "tools": [],
             "top_p": body.top_p,
-            "usage": None if text is None else used,
+            "usage": used if done else None,
         }
-
-
-def _content(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -176,6 +176,7 @@ class Message(Body):
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
 
 
 class Function(Body):
@@ -208,6 +209,7 @@ class ChatBody(GenerationBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parse_special_tokens: bool | None = None
     # Known, and refused where they ask for anything.

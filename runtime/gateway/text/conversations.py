@@ -12,7 +12,9 @@ import orjson
 from runtime.gateway.protocol.bodies import Message, Tool
 from runtime.gateway.protocol.errors import invalid
 from runtime.gateway.text.call_text import parsed_json
+from runtime.gateway.text.harmony import EFFORTS, FINAL
 from runtime.gateway.text.model import TextModel
+from runtime.gateway.text.tools import ToolFormat
 
 
 async def encode_chat(
@@ -24,8 +26,9 @@ async def encode_chat(
     variables: Mapping[str, Any] | None,
     parse_special: bool = False,
     most_tokens: int | None = None,
+    answer_follows: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation.
+    """Token ids of a conversation. ``answer_follows``: what comes is the answer, whatever a model may write before it.
 
     A special token that a message or a tool spells is plain text, unless ``parse_special``: else a user's text could
     end its message, and begin one of the system.
@@ -35,13 +38,15 @@ async def encode_chat(
     reserved = {"messages", "tools", "documents", "add_generation_prompt"} & (variables or {}).keys()
     if reserved:
         raise invalid(f"chat_template_kwargs has {', '.join(sorted(reserved))}", "chat_template_kwargs")
-    given: Any = [plain(message, short_ids=model.tool_format == "mistral") for message in messages]
+    given: Any = [plain(message, model.tool_format) for message in messages]
     shown: Any = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
     values: Any = dict(variables or {})
     mark = None if parse_special else _unused(json.dumps([given, shown, values], ensure_ascii=False))
     if mark is not None:
         given, shown, values = (model.mark_special(value, mark) for value in (given, shown, values))
     text = model.template.render(given, tools=shown, add_generation_prompt=add_generation_prompt is not False, **values)
+    if answer_follows and model.tool_format == "harmony" and add_generation_prompt is not False:
+        text += FINAL
     (tokens,) = await model.encode([text], add_special_tokens=False, most_tokens=most_tokens, cut=mark)
     return tokens
 
@@ -58,14 +63,23 @@ def _unused(text: str) -> str:
     return next(mark for mark in map(chr, range(0xE000, 0xF8FF)) if mark not in present)
 
 
-def plain(message: Message, *, short_ids: bool = False) -> dict[str, Any]:
+def variables_of(model: TextModel, effort: str | None, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of the template: those that the request names, and how much to reason, where the template asks for it."""
+    asks = effort is not None and model.template is not None and "reasoning_effort" in model.template.source
+    if asks and model.tool_format == "harmony" and effort not in EFFORTS:
+        raise invalid(f"reasoning_effort is {effort!r}; expected: {', '.join(EFFORTS)}", "reasoning_effort")
+    return ({"reasoning_effort": effort} if asks else {}) | dict(variables or {})
+
+
+def plain(message: Message, tool_format: ToolFormat | None = None) -> dict[str, Any]:
     """A message as templates expect it: its content is one text, and the arguments of its calls are objects.
 
-    ``short_ids``: Mistral's templates refuse ids of calls that are not 9 letters and digits.
+    Mistral's templates refuse ids of calls that are not 9 letters and digits. That of gpt-oss takes reasoning before a
+    call as ``thinking``, where the message has no content; reasoning before an answer is left out.
     """
 
     def shown(id: str | None) -> str:
-        return hashlib.sha256((id or "").encode()).hexdigest()[:9] if short_ids else id or ""
+        return hashlib.sha256((id or "").encode()).hexdigest()[:9] if tool_format == "mistral" else id or ""
 
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     found["content"] = _content(message)
@@ -82,6 +96,8 @@ def plain(message: Message, *, short_ids: bool = False) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
+        if tool_format == "harmony" and message.reasoning_content and not found["content"]:
+            found["thinking"] = message.reasoning_content
     return found
 
 

@@ -9,56 +9,28 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 from runtime.constraints.schemas.references import self_contained
 from runtime.gateway.protocol.bodies import NamedTool, Tool
 from runtime.gateway.protocol.errors import invalid
 from runtime.gateway.text.call_text import CallText, ValueEnd, call_of, parsed_json, value_end
+from runtime.gateway.text.calls import CallDelta, Calls, Read, ToolReader, overlap
+from runtime.gateway.text.harmony import CHANNEL, HarmonyReader
 from runtime.wire.messages import Constraint
 from tapeout.errors import RequestError
 
-ToolFormat = Literal["hermes", "llama3", "mistral"]
+ToolFormat = Literal["harmony", "hermes", "llama3", "mistral"]
 # What each format's templates hold, in this order.
 _MARKS: tuple[tuple[ToolFormat, str], ...] = (
+    ("harmony", CHANNEL),
     ("hermes", "<tool_call>"),
     ("mistral", "[TOOL_CALLS]"),
     ("llama3", '"parameters"'),
 )
 _NAME = re.compile(r"[\w.\-]+")
 PYTHON_TAG, TOOL_CALLS, ARGUMENTS = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"
-
-
-class CallDelta(NamedTuple):
-    """A new call (with ``id`` and ``name``), or more of the arguments of one. ``place``: among the calls."""
-
-    place: int
-    id: str | None
-    name: str | None
-    arguments: str
-
-    def body(self) -> dict[str, Any]:
-        if self.name is None:
-            return {"index": self.place, "function": {"arguments": self.arguments}}
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"index": self.place, "id": self.id, "type": "function", "function": function}
-
-
-class Read(NamedTuple):
-    content: str
-    calls: list[CallDelta]
-
-
-class ToolReader(Protocol):
-    def push(self, text: str) -> Read:
-        """What new text certainly is."""
-        ...
-
-    def finish(self) -> Read:
-        """The text that was held back, at the end of the response."""
-        ...
 
 
 def format_of(template: str) -> ToolFormat | None:
@@ -72,19 +44,16 @@ def format_of(template: str) -> ToolFormat | None:
     return next((name for name, mark in _MARKS if mark in template), None)
 
 
-def reader(kind: ToolFormat) -> ToolReader:
+def reader(kind: ToolFormat | None, *, tools: bool, constrained: bool) -> ToolReader | None:
+    """For a response of a model that writes like this; None where it is content alone.
+
+    ``tools``: the request has some. ``constrained``: the response follows a constraint, and is one message.
+    """
+    if kind == "harmony":
+        return HarmonyReader(calls=tools, begun=constrained)
+    if kind is None or not tools:
+        return None
     return {"hermes": HermesReader, "llama3": Llama3Reader, "mistral": MistralReader}[kind]()
-
-
-class _Calls:
-    """Numbers the calls of a response."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def new(self, name: str, arguments: str) -> CallDelta:
-        self.count += 1
-        return CallDelta(self.count - 1, f"call_{uuid.uuid4().hex[:24]}", name, arguments)
 
 
 class HermesReader:
@@ -96,7 +65,7 @@ class HermesReader:
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
-        self._calls, self._held = _Calls(), ""
+        self._calls, self._held = Calls(), ""
         self._inside = False  # after an opening mark, whose call is not complete
         self._unclosed = False  # after a call, whose closing mark has not come
         self._layout = False  # white space here stands between marks, so it is no content
@@ -169,7 +138,7 @@ class Llama3Reader:
     """A response that is only ``{"name": ..., "parameters": {...}}``, or several of them, separated by ``;``."""
 
     def __init__(self) -> None:
-        self._calls, self._held, self._content = _Calls(), "", False
+        self._calls, self._held, self._content = Calls(), "", False
 
     def push(self, text: str) -> Read:
         if self._content:
@@ -193,7 +162,7 @@ class MistralReader:
     """``[TOOL_CALLS]`` and a list of calls, or a name and its arguments; the mark is a token of its own."""
 
     def __init__(self) -> None:
-        self._calls, self._held, self._inside = _Calls(), "", False
+        self._calls, self._held, self._inside = Calls(), "", False
 
     def push(self, text: str) -> Read:
         self._held += text
@@ -222,7 +191,7 @@ class NamedReader:
     """The whole response is the arguments of one function: a constraint sees to that."""
 
     def __init__(self, name: str) -> None:
-        self._call = _Calls().new(name, "")
+        self._call = Calls().new(name, "")
         self._begun = False
 
     def push(self, text: str) -> Read:
@@ -243,7 +212,7 @@ class RequiredReader:
     """
 
     def __init__(self) -> None:
-        self._calls, self._held = _Calls(), ""
+        self._calls, self._held = Calls(), ""
         self._end = ValueEnd()
 
     def push(self, text: str) -> Read:
@@ -294,16 +263,6 @@ def required_call(tools: Sequence[Tool], choice: NamedTool | None, parallel: boo
         )
     several: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
     return Constraint("json_schema", json.dumps(several | ({} if parallel else {"maxItems": 1})))
-
-
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest beginning of ``mark`` that ``text`` ends with.
-
-    >>> overlap("a <tool", "<tool_call>"), overlap("a", "<tool_call>")
-    (5, 0)
-    """
-    longest = min(len(mark) - 1, len(text))
-    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

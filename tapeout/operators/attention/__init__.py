@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
 
 NAME = "Attention"
+NAME_WITH_SINKS = "AttentionWithSinks"  # a function of ONNX cannot leave an input out, so the two have a name each
 
 
 @dataclass(frozen=True)
 class AttentionNode:
-    """What a node of a portable graph fixes. ``softcap`` 0: none. ``window``: positions a query sees; 0: all."""
+    """What a node of a portable graph fixes. ``softcap`` 0: none. ``window``: positions a query sees; 0: all.
+
+    The caches of keys and of values are its last two inputs.
+    """
 
     heads: int
     kv_heads: int
@@ -35,7 +39,7 @@ class AttentionNode:
 
     @classmethod
     def of(cls, node: ir.Node) -> AttentionNode:
-        shapes = [node.inputs[number] for number in (0, 4)]  # queries, and the cache of keys
+        shapes = [node.inputs[number] for number in (0, -2)]  # queries, and the cache of keys
         (_, heads, _, size), (_, kv_heads, *_) = (list(v.shape or ()) for v in shapes if v is not None)
         assert isinstance(heads, int) and isinstance(size, int) and isinstance(kv_heads, int)
         scale, softcap = (node.attributes[name].as_float() for name in ("scale", "softcap"))
@@ -100,8 +104,29 @@ class Attention:
         return attention_traced(model, tracer)
 
 
-OPERATOR = Attention()
+class AttentionWithSinks(Attention):
+    """Attention with a score a head that has no value. What replaces attention in a model is the operator without."""
+
+    name = NAME_WITH_SINKS
+
+    def function(self) -> ir.Function:
+        from tapeout.operators.attention.function import function_with_sinks
+
+        return function_with_sinks()
+
+    def changed(self, model: Any, change: StateChange) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+OPERATOR, WITH_SINKS = Attention(), AttentionWithSinks()
 
 
 def is_attention(node: ir.Node | None) -> bool:
-    return node is not None and (node.domain, node.op_type) == (DOMAIN, NAME)
+    """With sinks or without."""
+    return node is not None and node.domain == DOMAIN and node.op_type in (NAME, NAME_WITH_SINKS)

@@ -42,10 +42,11 @@ def after_tokens(model: Any, cached: Callable[[str], Tensor]) -> Generator[None]
         attention_mask: Tensor | None,
         scaling: float | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         key, value = (torch.cat([cached(part), new], 2) for part, new in (("key", key), ("value", value)))
-        return attend(query, key, value, attention_mask, scaling, softcap), None
+        return attend(query, key, value, attention_mask, scaling, softcap, s_aux), None
 
     with attention_replaced(model, attention, sdpa_mask):
         yield
@@ -59,27 +60,36 @@ def _changed(
     value: Tensor,
     attention_mask: Tensor | None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     layer = getattr(module, "layer_idx", None)
-    if layer is None or options.get("s_aux") is not None:
+    if layer is None:
         raise QuantizationError(
-            f"{type(module).__name__} has {'no layer_idx' if layer is None else 'attention sinks'}",
+            f"{type(module).__name__} has no layer_idx",
             expected="plain or grouped-query attention in numbered layers",
             remedy="choose a dense decoder",
         )
     key, value = function(layer, key, value)
-    if softcap:
-        return attend(query, key, value, attention_mask, options.get("scaling"), softcap), None
+    if softcap or s_aux is not None:
+        return attend(query, key, value, attention_mask, options.get("scaling"), softcap, s_aux), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``[B, S, H, D]``. Scores are bounded by ``softcap · tanh(s / softcap)``, which torch's own does not offer.
+
+    ``sinks [H]``: of each softmax one more score, without a value.
 
     ``mask``: of transformers' SDPA, boolean or added to scores; None: plainly causal, the last token sees all.
     """
@@ -91,4 +101,7 @@ def attend(
     if mask is None:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool).tril(scores.shape[3] - scores.shape[2])
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        of_sinks = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        return (torch.cat([scores, of_sinks], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2).contiguous()
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous()

@@ -1,8 +1,8 @@
 """Let a stock transformers model emit ``tapeout::Attention``, with no code per architecture.
 
 Nothing that changes attention is dropped. Options of the attention interface are an allow-list, and a model with
-another one (attention sinks, a position bias) is refused. Windows are read from the mask that transformers makes, which
-is what its own attention applies, and a mask that is not causal with at most a window is refused.
+another one (a position bias) is refused. Windows are read from the mask that transformers makes, which is what its own
+attention applies, and a mask that is not causal with at most a window is refused.
 """
 
 from __future__ import annotations
@@ -69,12 +69,19 @@ class _TracedAttention:
         scaling: float | None = None,
         softcap: float | None = None,
         is_causal: bool | None = None,
+        s_aux: torch.Tensor | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """transformers' attention interface: ``query [B, heads, S, head]`` in, ``[B, S, heads, head]`` out."""
         call, head_size = self.tracer.calls, query.shape[3]
         name = f"attention {call} ({type(module).__name__})"
         _refuse_unknown(name, options)
+        if s_aux is not None and softcap:
+            raise ExportError(
+                f"{name} has sinks and a soft cap",
+                expected="attention with one of them at most",
+                remedy="choose another decoder",
+            )
         if value.shape[3] != head_size:
             raise ExportError(
                 f"attention {call} has keys of size {head_size} and values of size {value.shape[3]}",
@@ -98,7 +105,9 @@ class _TracedAttention:
         shape = int(key.shape[1]), 0, int(head_size)
         kept = [TracedState(part, shape, grows=2) for part in ("key", "value")]
         inputs = [query, key, value, *([self.tracer.mask] if self.tracer.emits else [])]
-        output = self.tracer.node(attention.OPERATOR, inputs, attributes, kept, query.shape[2])
+        operator = attention.OPERATOR if s_aux is None else attention.WITH_SINKS
+        inputs += [] if s_aux is None else [s_aux]
+        output = self.tracer.node(operator, inputs, attributes, kept, query.shape[2])
         return output.transpose(1, 2).contiguous(), None  # as transformers' own functions give it
 
     def _window_of(self, mask: torch.Tensor | None, name: str, causal: bool) -> int:
@@ -126,8 +135,8 @@ def _refuse_unknown(name: str, options: dict[str, Any]) -> None:
     if unknown or options.get("dropout"):
         raise ExportError(
             f"{name} passes {', '.join(unknown or ['dropout'])} to transformers' attention interface",
-            expected="attention with a scale, a soft cap and a sliding window, and nothing else",
-            remedy="choose another decoder; attention sinks and position biases are not supported",
+            expected="attention with a scale, a soft cap, sinks and a sliding window, and nothing else",
+            remedy="choose another decoder; position biases are not supported",
         )
 
 

@@ -133,7 +133,9 @@ def test_the_same_bundle_is_built_twice(tmp_path: Path) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize(("family", "operator"), [("lfm2", "CausalConv"), ("mixtral", "Experts")])
+@pytest.mark.parametrize(
+    ("family", "operator"), [("lfm2", "CausalConv"), ("mixtral", "Experts"), ("granite_swa", "AttentionWithSinks")]
+)
 def test_operators_other_than_attention_are_refused_by_name(family: str, operator: str, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=f"the model has {operator}, which ort-cuda does not compute"):
         cuda_bundle(family, tmp_path / "bundle")

@@ -66,7 +66,7 @@ static int64_t expert_bytes(const BlockShape* s) {
 static BlockWeight expert_of(const BlockWeight* first, int64_t expert, const float* biases) {
   BlockWeight w = *first;
   const int64_t tiles = expert * w.tiles, scales = tiles * w.blocks * TILE;
-  w.codes += tiles * tile_bytes(&w.shape), w.scales += scales * (w.shape.half_scales ? 2 : 4);
+  w.codes += tiles * tile_bytes(&w.shape), w.scales += scales * scale_bytes(&w.shape);
   if (w.zero_points) w.zero_points += scales;
   w.bias = biases ? biases + tiles * TILE : NULL;
   return w;
@@ -238,14 +238,15 @@ static Status* read_shape(Api api, const Info* info, const char* const* names, B
   TRY(attribute_int(api, info, names[1], &shape->bits));
   TRY(attribute_int(api, info, names[2], &shape->half_scales));
   TRY(attribute_int(api, info, names[3], &shape->symmetric));
-  if (!is_supported(shape->N, shape->K, shape->block, shape->bits) || shape->block > LARGEST_BLOCK)
+  shape->e2m1 = optional_int(api, info, names[4], 0);
+  if (!is_supported_shape(shape) || shape->block > LARGEST_BLOCK)
     return failure(api, ERROR_ARGUMENT, "BlockExperts: unsupported H, I, block_size or bits");
   return NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  static const char* const UP[] = {"up_block_size", "up_bits", "up_half_scales", "up_symmetric"};
-  static const char* const DOWN[] = {"down_block_size", "down_bits", "down_half_scales", "down_symmetric"};
+  static const char* const UP[] = {"up_block_size", "up_bits", "up_half_scales", "up_symmetric", "up_e2m1"};
+  static const char* const DOWN[] = {"down_block_size", "down_bits", "down_half_scales", "down_symmetric", "down_e2m1"};
   Kernel found = {.base = {api, threads_of(op)}};
   int64_t H, I;
   TRY(attribute_int(api, info, "H", &H));

@@ -12,7 +12,7 @@ enum { MAX_RANK = 8 };
 
 typedef struct {
   Base base;
-  int64_t N, K, block, bits, half_scales;
+  int64_t N, K, block, bits, half_scales, e2m1;
   Tensor codes, scales, zero_points; /* where they are constant */
 } Kernel;
 
@@ -41,6 +41,12 @@ static int code_at(const uint8_t* tile, int64_t lane, int64_t k, int bits) {
 }
 
 static float scale_at(const Work* w, int64_t at) {
+  if (w->kernel->e2m1) {
+    const uint32_t exponent = (uint32_t)w->scales[at] << 23;
+    float scale;
+    memcpy(&scale, &exponent, sizeof scale);
+    return scale;
+  }
   if (w->kernel->half_scales) {
     _Float16 half;
     memcpy(&half, w->scales + 2 * at, sizeof half);
@@ -60,9 +66,11 @@ static void gather(void* state, size_t index) {
   for (int64_t b = 0; b < blocks; b++) {
     int64_t at = (id / TILE * blocks + b) * TILE + id % TILE;
     float scale = scale_at(w, at);
-    int zero_point = w->zero_points ? w->zero_points[at] : 1 << (k->bits - 1);
-    for (int64_t i = b * k->block; i < (b + 1) * k->block; i++)
-      y[i] = (float)(code_at(tile, id % TILE, i, (int)k->bits) - zero_point) * scale;
+    int zero_point = w->zero_points ? w->zero_points[at] : 1 << ((k->e2m1 ? E2M1_BITS : k->bits) - 1);
+    for (int64_t i = b * k->block; i < (b + 1) * k->block; i++) {
+      const int code = code_at(tile, id % TILE, i, (int)k->bits);
+      y[i] = (float)((k->e2m1 ? E2M1_CODES[code] : code) - zero_point) * scale;
+    }
   }
 }
 
@@ -77,7 +85,8 @@ static Status* compute(void* self, Context* context) {
   const int64_t channels = (k->N + 2 * TILE - 1) / (2 * TILE) * (2 * TILE), blocks = channels * (k->K / k->block);
   if (!ids.present || ids.type != INT64 || ids.rank >= MAX_RANK)
     return failure(api, ERROR_ARGUMENT, "BlockGather: ids are not int64 or have more than 7 axes");
-  if (!holds(&codes, UINT8, channels * k->K * k->bits / 8) || !holds(&scales, k->half_scales ? HALF : FLOAT, blocks) ||
+  const int scale_type = k->e2m1 ? UINT8 : k->half_scales ? HALF : FLOAT;
+  if (!holds(&codes, UINT8, channels * k->K * k->bits / 8) || !holds(&scales, scale_type, blocks) ||
       (zero_points.present && !holds(&zero_points, UINT8, blocks)))
     return failure(api, ERROR_ARGUMENT, "BlockGather: codes, scales or zero points of another shape or type");
   Work w = {.kernel = k, .ids = ids.data, .codes = codes.data, .scales = scales.data, .zero_points = zero_points.data};
@@ -98,7 +107,8 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   TRY(attribute_int(api, info, "block_size", &found.block));
   TRY(attribute_int(api, info, "bits", &found.bits));
   TRY(attribute_int(api, info, "half_scales", &found.half_scales));
-  if (!is_supported(found.N, found.K, found.block, found.bits))
+  found.e2m1 = optional_int(api, info, "e2m1", 0);
+  if (!is_supported(found.N, found.K, found.block, found.bits) || (found.e2m1 && found.bits != 4))
     return failure(api, ERROR_ARGUMENT, "BlockGather: unsupported N, K, block_size or bits");
   TRY(constant_input(api, info, 1, &found.codes));
   TRY(constant_input(api, info, 2, &found.scales));

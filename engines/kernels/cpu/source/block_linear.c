@@ -1,4 +1,4 @@
-/* Linears with activations quantized to int8 and weights of 4, 5, 6 or 8 bits: y = f(x) * W^T + bias.
+/* Linears with activations quantized to int8 and weights of 4, 5, 6 or 8 bits, or 4-bit floats (codes.h): y = f(x) * W^T + bias.
 
    Activations are quantized for each token and block on its own, as MatMulNBits does at accuracy level 4
    (quantization/reference.py, round_activations). Products are summed in integers within a block and in float across
@@ -268,8 +268,9 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   TRY(attribute_int(api, info, "bits", &found.shape.bits));
   TRY(attribute_int(api, info, "half_scales", &found.shape.half_scales));
   TRY(attribute_int(api, info, "symmetric", &found.shape.symmetric));
+  found.shape.e2m1 = optional_int(api, info, "e2m1", 0);
   found.epsilon = optional_float(api, info, "epsilon", 1e-5f);
-  if (!is_supported(found.shape.N, found.shape.K, found.shape.block, found.shape.bits))
+  if (!is_supported_shape(&found.shape))
     return failure(api, ERROR_ARGUMENT, "block-quantized linear: unsupported N, K, block_size or bits");
   if (found.shape.block > LARGEST_BLOCK)
     return failure(api, ERROR_ARGUMENT, "block-quantized linear: sums over more than 32768 channels overflow");

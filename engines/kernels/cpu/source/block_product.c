@@ -13,6 +13,7 @@ enum { RUN_BYTES = 64 << 10, STREAM_AHEAD = 8 << 10 };
 
 static inline F32x16 scale_at(const BlockWeight* w, int64_t tile, int64_t block) {
   const int64_t at = (tile * w->blocks + block) * TILE;
+  if (w->shape.e2m1) return (F32x16)shift_left(widen_bytes(w->scales + at), 23); /* the exponent of a float */
   if (w->shape.half_scales) return load_half(w->scales + 2 * at);
   return load(w->scales + 4 * at);
 }
@@ -20,7 +21,8 @@ static inline F32x16 scale_at(const BlockWeight* w, int64_t tile, int64_t block)
 void quantize_row(const BlockWeight* w, const BlockRows* rows, int64_t row, const float* x) {
   const BlockShape* k = &w->shape;
   int8_t* codes = rows->codes + row * row_bytes(k->K);
-  const int32_t midpoint = k->symmetric ? (1 << (k->bits - 1)) - code_offset((int)k->bits) : 1;
+  const int bits = k->e2m1 ? E2M1_BITS : (int)k->bits;
+  const int32_t midpoint = k->symmetric ? (1 << (bits - 1)) - code_offset(bits) : 1;
   for (int64_t b = 0; b < w->blocks; b++) {
     const float* from = x + b * k->block;
     F32x16 max = {0}, non_finite = {0};
@@ -44,13 +46,15 @@ void quantize_row(const BlockWeight* w, const BlockRows* rows, int64_t row, cons
   }
 }
 
-/* Codes of `STEP` input channels of a tile, a byte each: step `s` of the tile that begins at `tile`. */
-INLINE I32x16 codes_at(const uint8_t* tile, int64_t s, const int bits) {
+/* Codes of `STEP` input channels of a tile, a byte each: step `s` of the tile that begins at `tile`. Those of E2M1 have
+   E2M1_BITS then. */
+INLINE I32x16 codes_at(const uint8_t* tile, int64_t s, const int bits, const int e2m1) {
   if (bits == 8) return load_int(tile + 64 * s);
   const I32x16 nibble = splat_int(0x0f0f0f0f);
   if (bits == 4) {
     I32x16 both = load_int(tile + 64 * (s / 2));
-    return (s % 2 ? both >> 4 : both) & nibble;
+    const I32x16 codes = (s % 2 ? both >> 4 : both) & nibble;
+    return e2m1 ? look_up((U8x16)load_int8(E2M1_CODES), codes) : codes;
   }
   if (bits == 5) {
     /* Of eight steps, 256 bytes hold the low four bits and 64 the high one. */
@@ -79,14 +83,15 @@ INLINE void update_max(LaneMax* max, F32x16 y, int64_t column, int64_t count) {
   store_int(max->column, blend_int(greater_lanes, lane + splat_int((int32_t)column), load_int(max->column)));
 }
 
-/* `count` rows by `tiles` tiles. `count`, `tiles` and `bits` are constants where this is inlined. `ahead` is memory to
+/* `count` rows by `tiles` tiles. `count`, `tiles`, `bits` and `e2m1` are constants where this is inlined. `ahead` is memory to
    prefetch, some lines with each block; NULL: the weights that follow, line by line as others are used. */
 INLINE void multiply_tiles(const BlockWeight* w, const BlockRows* rows, float* to_y, LaneMax* max, Ahead* ahead,
-                           int64_t tile, int64_t row, const int count, const int tiles, const int bits) {
+                           int64_t tile, int64_t row, const int count, const int tiles, const int bits,
+                           const int e2m1) {
   const BlockShape* k = &w->shape;
   const int64_t block_steps = k->block / STEP, stride = row_bytes(k->K), bytes = TILE * k->K * bits / 8;
-  const int chains = (CHAINS + count * tiles - 1) / (count * tiles), depth = depth_of(bits),
-            joined = joined_steps(bits);
+  const int chains = (CHAINS + count * tiles - 1) / (count * tiles), summed = e2m1 ? E2M1_BITS : bits,
+            depth = depth_of(summed), joined = joined_steps(bits);
   F32x16 y[GROUP][WIDE];
   EACH (int m = 0; m < count; m++)
     EACH (int t = 0; t < tiles; t++) y[m][t] = (F32x16){0};
@@ -112,18 +117,18 @@ INLINE void multiply_tiles(const BlockWeight* w, const BlockRows* rows, float* t
       EACH (int i = 0; i < joined; i += depth) {
         I32x16 weights[4][WIDE];
         EACH (int j = 0; j < depth; j++)
-          EACH (int t = 0; t < tiles; t++) weights[j][t] = codes_at(steps + t * bytes, i + j, bits);
+          EACH (int t = 0; t < tiles; t++) weights[j][t] = codes_at(steps + t * bytes, i + j, bits, e2m1);
         EACH (int m = 0; m < count; m++) {
           I32x16 partial[WIDE], *to[WIDE];
           EACH (int t = 0; t < tiles; t++) {
             to[t] = i % chains ? &more[m][t][i % chains] : &sum[m][t];
-            partial[t] = begin_dots(*to[t], bits);
+            partial[t] = begin_dots(*to[t], summed);
           }
           EACH (int j = 0; j < depth; j++) {
             const I32x16 activations = splat_int8x4(x + m * stride + STEP * (s + i + j));
-            EACH (int t = 0; t < tiles; t++) partial[t] = add_dot(partial[t], weights[j][t], activations, bits);
+            EACH (int t = 0; t < tiles; t++) partial[t] = add_dot(partial[t], weights[j][t], activations, summed);
           }
-          EACH (int t = 0; t < tiles; t++) *to[t] = end_dots(*to[t], partial[t], bits);
+          EACH (int t = 0; t < tiles; t++) *to[t] = end_dots(*to[t], partial[t], summed);
         }
       }
     }
@@ -156,38 +161,38 @@ INLINE void multiply_tiles(const BlockWeight* w, const BlockRows* rows, float* t
   }
 }
 
-#define ROWS(count, tiles, bits) \
-  case count: multiply_tiles(w, rows, y, max, ahead, tile, row, count, tiles, bits); break;
+#define ROWS(count, tiles, bits, e2m1) \
+  case count: multiply_tiles(w, rows, y, max, ahead, tile, row, count, tiles, bits, e2m1); break;
 #if AVX512
-#define LARGER_GROUPS(bits) \
-  ROWS(5, 1, bits)          \
-  ROWS(6, 1, bits)          \
-  ROWS(7, 1, bits)          \
-  ROWS(8, 1, bits)          \
-  ROWS(9, 1, bits)          \
-  ROWS(10, 1, bits)         \
-  ROWS(11, 1, bits)         \
-  ROWS(12, 1, bits)
+#define LARGER_GROUPS(bits, e2m1) \
+  ROWS(5, 1, bits, e2m1)          \
+  ROWS(6, 1, bits, e2m1)          \
+  ROWS(7, 1, bits, e2m1)          \
+  ROWS(8, 1, bits, e2m1)          \
+  ROWS(9, 1, bits, e2m1)          \
+  ROWS(10, 1, bits, e2m1)         \
+  ROWS(11, 1, bits, e2m1)         \
+  ROWS(12, 1, bits, e2m1)
 /* Of more than GROUP rows, each group has at least four. */
-#define WIDE_GROUPS(bits) \
-  ROWS(4, WIDE, bits)     \
-  ROWS(5, WIDE, bits)     \
-  ROWS(6, WIDE, bits)
+#define WIDE_GROUPS(bits, e2m1) \
+  ROWS(4, WIDE, bits, e2m1)     \
+  ROWS(5, WIDE, bits, e2m1)     \
+  ROWS(6, WIDE, bits, e2m1)
 #else
-#define LARGER_GROUPS(bits)
-#define WIDE_GROUPS(bits)
+#define LARGER_GROUPS(bits, e2m1)
+#define WIDE_GROUPS(bits, e2m1)
 #endif
-#define MULTIPLY_GROUP(bits)      \
-  if (width > 1) switch (count) { \
-      WIDE_GROUPS(bits)           \
-    }                             \
-  else                            \
-    switch (count) {              \
-      ROWS(1, 1, bits)            \
-      ROWS(2, 1, bits)            \
-      ROWS(3, 1, bits)            \
-      ROWS(4, 1, bits)            \
-      LARGER_GROUPS(bits)         \
+#define MULTIPLY_GROUP(bits, e2m1) \
+  if (width > 1) switch (count) {  \
+      WIDE_GROUPS(bits, e2m1)      \
+    }                              \
+  else                             \
+    switch (count) {               \
+      ROWS(1, 1, bits, e2m1)       \
+      ROWS(2, 1, bits, e2m1)       \
+      ROWS(3, 1, bits, e2m1)       \
+      ROWS(4, 1, bits, e2m1)       \
+      LARGER_GROUPS(bits, e2m1)    \
     }
 
 _Static_assert(WIDE == 1 || GROUP / WIDE == 6, "of more than GROUP rows a group has 4 to GROUP / WIDE");
@@ -195,13 +200,15 @@ _Static_assert(WIDE == 1 || GROUP / WIDE == 6, "of more than GROUP rows a group 
 static void multiply_group(const BlockWeight* w, const BlockRows* rows, float* y, LaneMax* max, Ahead* ahead,
                            int64_t tile, int64_t width, int64_t row, int count) {
   if (w->shape.bits == 8)
-    MULTIPLY_GROUP(8)
+    MULTIPLY_GROUP(8, 0)
   else if (w->shape.bits == 6)
-    MULTIPLY_GROUP(6)
+    MULTIPLY_GROUP(6, 0)
   else if (w->shape.bits == 5)
-    MULTIPLY_GROUP(5)
+    MULTIPLY_GROUP(5, 0)
+  else if (w->shape.e2m1)
+    MULTIPLY_GROUP(4, 1)
   else
-    MULTIPLY_GROUP(4)
+    MULTIPLY_GROUP(4, 0)
 }
 
 /* Each group of rows passes a run of tiles before the next group does, so its activations stay in the first-level cache and

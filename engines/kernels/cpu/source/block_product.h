@@ -28,9 +28,9 @@ enum { GROUP = 12, WIDE = 2, CHAINS = 4 };
 enum { GROUP = 4, WIDE = 1, CHAINS = 1 };
 #endif
 
-/* What a node says of a weight. */
+/* What a node says of a weight. `e2m1`: its codes of 4 bits are floats, and its scales bytes. */
 typedef struct {
-  int64_t N, K, block, bits, half_scales, symmetric;
+  int64_t N, K, block, bits, half_scales, symmetric, e2m1;
 } BlockShape;
 
 /* A weight, or some tiles of one: `after` more tiles follow in memory. */
@@ -38,7 +38,7 @@ typedef struct {
   BlockShape shape;
   int64_t blocks, tiles, after;
   const uint8_t* codes;
-  const uint8_t* scales;      /* [tiles, B, 16] */
+  const uint8_t* scales;      /* [tiles, B, 16], of `scale_bytes` each */
   const uint8_t* zero_points; /* likewise, or NULL: all are the midpoint */
   const float* bias;          /* [N], or NULL */
 } BlockWeight;
@@ -86,6 +86,16 @@ static inline int64_t padded_tiles(int64_t N) {
 static inline int64_t tile_bytes(const BlockShape* s) {
   return TILE * s->K * s->bits / 8;
 }
+static inline int64_t scale_bytes(const BlockShape* s) {
+  return s->e2m1 ? 1 : s->half_scales ? 2 : 4;
+}
+static inline int scale_type(const BlockShape* s) {
+  return s->e2m1 ? UINT8 : s->half_scales ? HALF : FLOAT;
+}
+/* Whether there are kernels for the weight. */
+static inline int is_supported_shape(const BlockShape* s) {
+  return is_supported(s->N, s->K, s->block, s->bits) && (!s->e2m1 || (s->bits == 4 && s->symmetric));
+}
 static inline BlockWeight block_weight(const BlockShape* s, const Tensor* codes, const Tensor* scales,
                                        const Tensor* zero_points, const float* bias) {
   return (BlockWeight){.shape = *s,
@@ -100,7 +110,7 @@ static inline BlockWeight block_weight(const BlockShape* s, const Tensor* codes,
 static inline int is_block_weight(const BlockShape* s, int64_t copies, const Tensor* codes, const Tensor* scales,
                                   const Tensor* zero_points) {
   const int64_t tiles = copies * padded_tiles(s->N), scale_count = tiles * TILE * (s->K / s->block);
-  return holds(codes, UINT8, tiles * tile_bytes(s)) && holds(scales, s->half_scales ? HALF : FLOAT, scale_count) &&
+  return holds(codes, UINT8, tiles * tile_bytes(s)) && holds(scales, scale_type(s), scale_count) &&
          (s->symmetric || holds(zero_points, UINT8, scale_count));
 }
 /* Tiles `first` to `end` of a weight, as one. */
@@ -109,7 +119,7 @@ static inline BlockWeight some_tiles(const BlockWeight* w, int64_t first, int64_
   const int64_t at = first * w->blocks * TILE, left = w->shape.N - first * TILE;
   part.shape.N = smaller(left, (end - first) * TILE);
   part.tiles = end - first, part.after = w->tiles + w->after - end;
-  part.codes += first * tile_bytes(&w->shape), part.scales += at * (w->shape.half_scales ? 2 : 4);
+  part.codes += first * tile_bytes(&w->shape), part.scales += at * scale_bytes(&w->shape);
   if (part.zero_points) part.zero_points += at;
   if (part.bias) part.bias += first * TILE;
   return part;

@@ -6,6 +6,7 @@
      offsets [B + 1] int32, starts [B] int32, block table [B, M] int32; cosines and sines [.., R / 2] of RoPE, which turns
        the first R channels of a head
      weights [D] of an RMSNorm of each head of queries and of keys, before RoPE; or none
+     sinks [H]: in each softmax of a head one more score, without a value; or none
      y [.., .., H*D] float
 
    The tokens of all sequences are packed one after the other: those of sequence b are offsets[b] to offsets[b + 1] - 1,
@@ -58,6 +59,7 @@ enum {
   VALUE_SCALE,
   QUERY_NORM,
   KEY_NORM,
+  SINKS,
   INPUTS
 };
 
@@ -68,7 +70,7 @@ typedef struct {
   Base base;
   int64_t heads, kv_heads, rotary, interleaved, window;
   float scale, softcap, epsilon;
-  Tensor constants[INPUTS]; /* of RoPE, the scales and the norms, where they are */
+  Tensor constants[INPUTS]; /* of RoPE, the scales, the norms and the sinks, where they are */
 } Kernel;
 
 typedef struct {
@@ -80,7 +82,7 @@ typedef struct {
   int64_t query_stride, key_stride; /* from a token to the next */
   char *key_cache, *value_cache;
   const int32_t *offsets, *starts, *table;
-  const float *cosines, *sines, *key_scale, *value_scale, *query_norm, *key_norm;
+  const float *cosines, *sines, *key_scale, *value_scale, *query_norm, *key_norm, *sinks;
   float* y;
   int64_t unit_tokens;    /* most tokens of a unit */
   int64_t pairs;          /* of a sequence and a part of its new tokens */
@@ -556,6 +558,13 @@ static void pack_codes(const Unit* unit, const char* keys, const char* values, i
     pack_bits(unit, keys, values, count, D, 8);
 }
 
+/* The softmax of a query begins with the sink of its head: its largest score so far, with the weight of one. */
+static void begin_with_sink(const Work* w, const Unit* unit, int64_t q, int64_t head) {
+  const float score = w->sinks[head * w->group + q % w->group] * LOG2_E;
+  unit->max[q] = score < MASKED ? MASKED : score;
+  unit->sums[q * LANES] = has_codes(w) && AVX512 ? LARGEST_WEIGHT : 1;
+}
+
 /* The queries of `unit`, for the heads of a group and then for the next token. */
 static void prepare_unit(const Work* w, const Unit* unit, int64_t token, int64_t head) {
   const Kernel* k = w->kernel;
@@ -574,6 +583,7 @@ static void prepare_unit(const Work* w, const Unit* unit, int64_t token, int64_t
     unit->max[q] = MASKED;
   }
   memset(unit->sums, 0, unit->count * LANES * sizeof(float));
+  for (int64_t q = 0; w->sinks && q < unit->count; q++) begin_with_sink(w, unit, q, head);
   memset(unit->outputs, 0, unit->count * D * sizeof(float));
 }
 
@@ -833,6 +843,9 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
     if (in[i].present && !holds(&in[i], FLOAT, w->D))
       return failure(api, ERROR_ARGUMENT, "CachedAttention: the weight of a norm is not [D] float");
   w->query_norm = in[QUERY_NORM].data, w->key_norm = in[KEY_NORM].data;
+  if (in[SINKS].present && !holds(&in[SINKS], FLOAT, k->heads))
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: sinks are not [H] float");
+  w->sinks = in[SINKS].data;
   int64_t positions = w->T * w->M;
   if (k->rotary) {
     if (!cosines->present || cosines->type != FLOAT || cosines->rank != 2 || cosines->dims[1] < 1 ||

@@ -8,6 +8,11 @@
 enum { TILE = 16, STEP = 4 };
 enum { LARGEST_N = 1 << 28, LARGEST_K = 1 << 24 }; /* sizes in bytes fit 64 bits, and columns 32 */
 
+/* Codes of 4 bits may be floats, E2M1 of the Microscaling formats: twice their values are these integers, as codes of 5
+   bits. The scales of such codes are bytes, E8M0: 2^(byte - 127). */
+enum { E2M1_BITS = 5 };
+static const uint8_t E2M1_CODES[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+
 /* Steps whose codes lie together in whole vectors of 64 bytes. Each block has a multiple of them. */
 static inline int joined_steps(const int bits) {
   return bits == 5 ? 8 : 4;

@@ -219,7 +219,7 @@ typedef struct {
 } Base;
 
 /* An operator as engines/kernels/operators.py declares it, and which of those of its implementation it is. */
-enum { MOST_INPUTS = 14, MOST_OUTPUTS = 2 };
+enum { MOST_INPUTS = 15, MOST_OUTPUTS = 2 };
 typedef struct {
   const char* name;
   const Implementation* implementation;

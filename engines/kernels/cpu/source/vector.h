@@ -200,6 +200,11 @@ INLINE F32x16 vscalef(F32x16 y, F32x16 x) {
   return _mm512_scalef_ps(y, x);
 }
 
+/* Bytes from 0 to 15 become those of a table. */
+INLINE I32x16 look_up(U8x16 table, I32x16 bytes) {
+  return (I32x16)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)bytes);
+}
+
 /* sum + the dot product of four unsigned and four signed bytes, in each lane. */
 INLINE I32x16 dot_int8x4(I32x16 sum, I32x16 u8, I32x16 i8) {
   return (I32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u8, (__m512i)i8);
@@ -337,6 +342,11 @@ INLINE F32x16 load_half(const void* from) {
   memcpy(&low, from, sizeof low);
   memcpy(&high, (const char*)from + sizeof low, sizeof high);
   return BOTH(_mm256_cvtph_ps(low), _mm256_cvtph_ps(high));
+}
+INLINE I32x16 look_up(U8x16 table, I32x16 bytes) {
+  const __m256i both = _mm256_broadcastsi128_si256((__m128i)table);
+  return BOTH((SquareRow)_mm256_shuffle_epi8(both, (__m256i)LOW(bytes)),
+              (SquareRow)_mm256_shuffle_epi8(both, (__m256i)HIGH(bytes)));
 }
 #ifdef __AVXVNNI__
 INLINE I32x16 dot_int8x4(I32x16 sum, I32x16 u8, I32x16 i8) {

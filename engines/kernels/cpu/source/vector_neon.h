@@ -69,6 +69,11 @@ INLINE F32x16 load_half(const void* from) {
   return __builtin_convertvector(x, F32x16);
 }
 
+INLINE I32x16 look_up(U8x16 table, I32x16 bytes) {
+#define LOOK_UP(i) (int32x4_t) vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)QUARTER(bytes, i))
+  return (I32x16)EACH_QUARTER(LOOK_UP);
+}
+
 /* sum + the dot product of four codes and four signed bytes, in each lane. Codes are unsigned, or SIGNED_CODES. */
 INLINE I32x16 dot_int8x4(I32x16 sum, I32x16 codes, I32x16 i8) {
 #ifdef __ARM_FEATURE_MATMUL_INT8
