@@ -27,9 +27,6 @@ MAX_POSITIONS = 512
 PASSAGE_CHARS = 600
 HELD_OUT_EVERY = 6  # every sixth passage is never trained on
 STEPS, BATCH, WINDOW, LEARNING_RATE = 480, 8, 96, 6e-3
-# transformers computes the gated delta rule in chunks of 64 tokens, and fills the last one up: a step of 96 takes as
-# long as one of 128.
-SHORTER = {"qwen3_5_moe_text": (360, 64)}  # steps and window
 SEED = 20
 
 # By model type of transformers: what its configuration says beyond the sizes that all of them share.
@@ -139,7 +136,6 @@ def _train(architecture: str, folder: Path) -> None:
     order = random.Random(SEED)
     order.shuffle(texts)
     stream = torch.tensor([token for text in texts for token in (start, *tokenizer(text).input_ids, stop)])
-    steps, window = SHORTER.get(architecture, (STEPS, WINDOW))
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums of several threads differ between machines
@@ -166,11 +162,11 @@ def _train(architecture: str, folder: Path) -> None:
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.05)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1, final_div_factor=100
+            optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1, final_div_factor=100
         )
-        for _ in range(steps):
-            starts = torch.tensor([order.randrange(len(stream) - window - 1) for _ in range(BATCH)])
-            batch = stream[starts[:, None] + torch.arange(window)]
+        for _ in range(STEPS):
+            starts = torch.tensor([order.randrange(len(stream) - WINDOW - 1) for _ in range(BATCH)])
+            batch = stream[starts[:, None] + torch.arange(WINDOW)]
             loss = model(input_ids=batch, labels=batch).loss
             optimizer.zero_grad()
             loss.backward()
