@@ -55,10 +55,10 @@ class IOContract(Frozen):
         """Bytes of the recurrent state of one sequence, in all layers."""
         return slot_bytes(self.state)
 
-    @property
-    def sequence_bytes(self) -> int:
-        """Bytes of all state of a sequence of ``max_tokens``."""
-        return self.token_bytes * self.max_tokens + SEQUENCE_SLOTS * self.slot_bytes
+    def sequences_in(self, memory_bytes: int, snapshots: int | None = None) -> int:
+        """Sequences of ``max_tokens`` whose state fits, beside ``snapshots`` or with one for each of them."""
+        each = self.token_bytes * self.max_tokens + self.slot_bytes * (SEQUENCE_SLOTS if snapshots is None else 1)
+        return max(0, memory_bytes - (snapshots or 0) * self.slot_bytes) // each
 
 
 class Profile(Frozen):

@@ -14,7 +14,7 @@ from engines.protocol import Engine
 from engines.target import GraphTarget, HardwareTarget, Probe, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact
-from tapeout.errors import ArtifactError, BuildError
+from tapeout.errors import ArtifactError, BuildError, RequestError
 from tapeout.file_hashes import Identity, identity
 from tapeout.fingerprint import Fingerprint, require_match
 from tapeout.signing import require_signed_pass
@@ -64,18 +64,32 @@ def _of_kind(kind: type[Target[Any]]) -> list[str]:
 
 
 def load(
-    folder: Path, *, threads: int = 0, slots: int | None = None, level: str = "", public_key: Path | None = None
+    folder: Path,
+    *,
+    threads: int = 0,
+    slots: int | None = None,
+    snapshots: int | None = None,
+    level: str = "",
+    public_key: Path | None = None,
 ) -> Engine:
     """Open a bundle for running. Refused if a file changed, and on hardware or libraries that it was not built for.
 
     ``threads``: 0 means every physical core, or one where that is as fast. ``slots``: sequences held at once; default
-    as built. ``level``: see :func:`at_level`. ``public_key``: the bundle must have a signed PASS verdict beside it.
+    as built. ``snapshots``: of recurrent state that are kept for prefixes; default one for each of these sequences.
+    ``level``: see :func:`at_level`. ``public_key``: the bundle must have a signed PASS verdict beside it.
     """
     before = _identities(artifact.load_record(folder, EngineBundle))  # then verified, then opened
     bundle = artifact.load(folder, EngineBundle)
     if public_key is not None:
         require_signed_pass(bundle, public_key)
-    engine = find_target(bundle.record.target).open(at_level(bundle, level), threads=threads, slots=slots)
+    if snapshots is not None and not bundle.record.io.slot_bytes:
+        raise RequestError(
+            f"{snapshots} snapshots, and {folder} has no recurrent state",
+            expected="a model with convolutions or recurrences",
+            remedy="leave --snapshots out: keys and values are shared as they are",
+        )
+    target = find_target(bundle.record.target)
+    engine = target.open(at_level(bundle, level), threads=threads, slots=slots, snapshots=snapshots)
     if changed := sorted(name for name, found in _identities(bundle).items() if found != before.get(name)):
         engine.close()
         raise ArtifactError(

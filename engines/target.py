@@ -146,8 +146,10 @@ class Target(ABC, Generic[RecordT]):
         """The record of a lowered graph in ``folder``, after any further file was added there."""
 
     @abstractmethod
-    def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
-        """See :func:`engines.load.load`, which checks the fingerprint before."""
+    def open(
+        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+    ) -> Engine:
+        """See :func:`engines.load.load`, which checks the fingerprint before, and that there are snapshots."""
 
     def at(self, level: str) -> Target[RecordT]:
         """The same target, pinned to one level of processors: bundles carry its kernels only."""

@@ -216,7 +216,7 @@ class _Menus:
         units = {unit.name: unit for unit in units_of(graph, wanted.layers_per_group)}
         schemes = {name: candidates_of(unit.groups[0]) for name, unit in units.items()}
         embeddings = embedding_schemes(wanted.embeddings, graph.hidden_size)
-        return cls(units, schemes | {EMBEDDINGS: embeddings}, caches(wanted.kv_cache, graph.head_size))
+        return cls(units, schemes | {EMBEDDINGS: embeddings}, caches(wanted.kv_cache, graph))
 
     def scheme(self, unit: str, name: str) -> Scheme:
         return next(scheme for scheme in self.schemes[unit] if scheme.name == name)

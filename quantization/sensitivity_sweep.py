@@ -48,7 +48,7 @@ def sweep(
     units = units_of(graph.record, wanted.layers_per_group)
     work = [(unit, [scheme for scheme in candidates_of(unit.groups[0]) if scheme != FLOAT]) for unit in units]
     embeddings = embedding_schemes(wanted.embeddings, graph.record.hidden_size)
-    kept = caches(wanted.kv_cache, graph.record.head_size)
+    kept = caches(wanted.kv_cache, graph.record)
     count = sum(len(schemes) for _, schemes in work) + len(embeddings) + len(kept)
     tokens, positions = len(chosen) * max(map(len, chosen)), POSITIONS * len(chosen)
     require("measuring sensitivity", simulation_needs(graph.record, units, tokens, positions, plans=False), folder)

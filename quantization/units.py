@@ -123,11 +123,16 @@ def embedding_schemes(wanted: Embeddings, columns: int) -> tuple[Scheme, ...]:
     return candidates_for(columns, EMBEDDING_CANDIDATES) if wanted == "auto" else (wanted.fitted(columns),)
 
 
-def caches(wanted: Cache, head_size: int) -> tuple[KVCache, ...]:
-    """How keys and values may be kept: as the menu has it, or as it is written. A byte holds two codes of 4 bits."""
+def caches(wanted: Cache, graph: PortableGraph) -> tuple[KVCache, ...]:
+    """How keys and values may be kept: as the menu has it, or as it is written. A byte holds two codes of 4 bits.
+
+    Of a model that keeps none there is nothing to choose.
+    """
     if wanted != "auto":
         return (wanted,)
-    return tuple(cache for cache in CACHE_CANDIDATES if cache.dtype != "int4" or head_size % 2 == 0)
+    if not graph.cached_layers:
+        return (KVCache(dtype="float32"),)
+    return tuple(cache for cache in CACHE_CANDIDATES if cache.dtype != "int4" or graph.head_size % 2 == 0)
 
 
 def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:

@@ -30,10 +30,17 @@ class Layout:
     sinks: bool = False
     scale: float = 0.2
     merged: bool = False
+    gated: bool = False  # what a query attends to is gated by what follows it in its projection
+    key_factor: float = 1.0
 
     @property
     def width(self) -> int:
         return self.heads * self.head_size
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Columns of each projection."""
+        return {"q": self.width * (2 if self.gated else 1), "k": self.kv_width, "v": self.kv_width}
 
     @property
     def kv_width(self) -> int:
@@ -50,7 +57,7 @@ def graph(layout: Layout) -> ir.Model:
     past = [value(f"past_key_values.0.{part}", past_shape) for part in ("key", "value")]
     mask = value("attention_mask", ["batch", "total"], ir.DataType.INT64)
     positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
-    widths = {"q": layout.width, "k": layout.kv_width, "v": layout.kv_width}
+    widths = layout.widths
     if layout.merged:
         x = value("x", ["batch", "tokens", 32])
         inputs = [x]
@@ -58,7 +65,14 @@ def graph(layout: Layout) -> ir.Model:
     else:
         inputs = [value(name, ["batch", "tokens", width]) for name, width in widths.items()]
         flat = dict(zip(widths, inputs, strict=True))
-    heads = {name: _heads(flat[name], name, width // layout.head_size, layout) for name, width in widths.items()}
+    gate = None
+    if layout.gated:
+        flat["q"], gate = _query_and_gate(flat["q"], layout)
+    counts = {"q": layout.heads, "k": layout.kv_heads, "v": layout.kv_heads}
+    heads = {name: _heads(flat[name], name, count, layout) for name, count in counts.items()}
+    if layout.key_factor != 1:
+        factor = parameter("key_factor", np.array(layout.key_factor, np.float32))
+        heads["k"] = op("Mul", [heads["k"], factor], heads["k"].shape)
     if layout.rotary != "none":
         pairs = layout.head_size // (4 if layout.rotary == "partial" else 2)
         angles = np.arange(MAX_TOKENS)[:, None] * 50.0 ** -np.linspace(0, 1, pairs)
@@ -90,8 +104,22 @@ def graph(layout: Layout) -> ir.Model:
     rows = op("Transpose", [output], ["batch", "tokens", layout.heads, layout.head_size], perm=[0, 2, 1, 3])
     back = op("Reshape", [rows, parameter("rows", np.array([0, 0, layout.width], np.int64))])
     back.shape = ir.Shape(["batch", "tokens", layout.width])
+    if gate is not None:
+        back = op("Mul", [back, op("Sigmoid", [gate], back.shape)], back.shape)
     result = named("y", op("Neg", [back], back.shape))
     return model_of([*inputs, mask, positions, *past], [result, *node.outputs[1:]])
+
+
+def _query_and_gate(flat: ir.Value, layout: Layout) -> tuple[ir.Value, ir.Value]:
+    """``[B, S, H, D]`` and ``[B, S, H·D]``, as transformers takes them from one projection."""
+    apart = ["batch", "tokens", layout.heads, 2 * layout.head_size]
+    pairs = op("Reshape", [flat, parameter("pairs", np.array([0, 0, *apart[2:]], np.int64))], apart)
+    halves = parameter("halves", np.array([layout.head_size] * 2, np.int64))
+    query = op("Split", [pairs, halves], [*apart[:3], layout.head_size], outputs=2, axis=-1)
+    node = query.producer()
+    assert node is not None
+    rows = parameter("gates", np.array([0, 0, layout.width], np.int64))
+    return query, op("Reshape", [node.outputs[1], rows], ["batch", "tokens", layout.width])
 
 
 def _heads(flat: ir.Value, name: str, count: int, layout: Layout) -> ir.Value:
@@ -151,6 +179,9 @@ LAYOUTS = {
     "one key head": Layout(kv_heads=1),
     "group of 8, head of 128": Layout(heads=8, kv_heads=1, head_size=128),
     "no groups": Layout(kv_heads=4),
+    "gates between queries": Layout(gated=True),
+    "gates between queries, merged": Layout(gated=True, merged=True, rotary="none"),
+    "a factor of keys": Layout(key_factor=0.3, merged=True),
 }
 
 
@@ -180,5 +211,5 @@ def unpacked(buffer: NDArray[np.uint8]) -> NDArray[np.int8]:
 
 
 def sequences(layout: Layout, count: int) -> list[dict[str, Array]]:
-    widths = {"x": 32} if layout.merged else {"q": layout.width, "k": layout.kv_width, "v": layout.kv_width}
+    widths = {"x": 32} if layout.merged else layout.widths
     return [{name: random(MAX_TOKENS, width) for name, width in widths.items()} for _ in range(count)]

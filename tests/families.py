@@ -269,7 +269,25 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "vaultgemma": Family("vaultgemma", {"sliding_window": 8}),
     "youtu": Family("youtu", {}, LATENT),
     "bamba": Family("bamba", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}),
-    "falcon_h1": Family("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}),
+    "falcon_h1": Family(
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            # as in the published models: constants that multiply keys, gates and what linears read and give
+            "embedding_multiplier": 5.6,
+            "lm_head_multiplier": 0.3,
+            "key_multiplier": 0.4,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 0.7,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.4, 0.5, 0.6, 0.7, 0.8],
+            "mlp_multipliers": [0.9, 0.3],
+        },
+    ),
     "nemotron_h": Family(
         "nemotron_h",
         {
@@ -303,7 +321,14 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "llama4": Family("llama4_text", {**EXPERTS, "intermediate_size_mlp": 96}),
     "mamba": Family("mamba", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4}),
     "mamba2": Family(
-        "mamba2", {"num_heads": 8, "head_dim": 16}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4}
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+        {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4},
+    ),
+    "mamba2-codestral": Family(  # as many groups as heads
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "n_groups": 8},
+        {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 8},
     ),
     "minicpm3-uneven-heads": Family("minicpm3", {"v_head_dim": 8}, LATENT),
     "minimax": Family("minimax", {**EXPERTS, "layer_types": ["full_attention"] * LAYERS}),
@@ -328,6 +353,9 @@ MORE_FAMILIES: Mapping[str, Family] = {
         },
     ),
     "zamba2": Family("zamba2", {"layers_block_type": ["mamba", "hybrid"], "mamba_headdim": 16, "n_mamba_heads": 8}),
+    "zamba2-shared-blocks": Family(
+        "zamba2", {"layers_block_type": ["hybrid", "hybrid"], "mamba_headdim": 16, "n_mamba_heads": 8}
+    ),
 }
 
 ALL_FAMILIES: Mapping[str, Family] = {**FAMILIES, **MORE_FAMILIES}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
 
 from engines.bundle import EngineBundle
 from engines.compile import build
@@ -17,7 +16,7 @@ from engines.protocol import FloatArray
 from engines.sequences import Sequences
 from evals.kinds.parity.measure import compare
 from quantization.calibrate import calibrate
-from quantization.checkpoint import KV_SCALES, QuantizedModel
+from quantization.checkpoint import KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
@@ -86,7 +85,7 @@ def make(name: str, folder: Path, rules: Sequence[Rule] = ()) -> Made:
         target=find_target("ort-cpu"),
         precision="mix",
         slots=2,
-        kv_scales=load_file(quantized.folder / KV_SCALES),
+        kv_scales=KVScales.read(quantized.folder).scales,
         parents={},
     )
     return Made(name, graph, quantized, bundle)

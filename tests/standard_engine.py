@@ -34,7 +34,9 @@ class StandardTarget(GraphTarget):
     def passes(self) -> Passes:
         return Passes((rotary_tables, linears, fixed_kv_cache, logit_positions, linear_kernels))
 
-    def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> StandardEngine:
+    def open(
+        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+    ) -> StandardEngine:
         return StandardEngine(bundle, threads=threads, slots=slots or bundle.record.io.slots)
 
 

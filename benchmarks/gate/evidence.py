@@ -244,6 +244,7 @@ def pressure(wrong: str = "", share: float = 0) -> Pressure:
     """Of a sound serving core, but for a share of the tokens of one kind of requests."""
     tokens = 240
     return Pressure(
+        shares=True,
         scarce=True,
         constrains=True,
         answers=tuple(

@@ -16,8 +16,9 @@ from tapeout.number_format import FloatArray
 from tapeout.quantized import QuantizedWeight
 from tapeout.schemes import Scheme
 
-# Norms of the heads of queries and keys, and rotary that turns only the first channels of a head.
-AttentionPart = Literal["head norms", "partial rotary"]
+# Norms of the heads of queries and keys, rotary that turns only the first channels of a head, and queries that lie
+# between gates, of each head a query and a gate of what it attends to.
+AttentionPart = Literal["head norms", "partial rotary", "gates between queries"]
 
 
 class KernelSet(Protocol):

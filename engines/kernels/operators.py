@@ -83,7 +83,7 @@ _ALL = (
     KernelOperator(
         "CachedAttention",
         (
-            Argument("query"),  # [.., .., H·D]; or with keys and values in it, [.., .., (H + 2·KV)·D]
+            Argument("query"),  # [.., .., H·D], or each followed by others; or with keys and values behind them
             Argument("key", optional=True),
             Argument("value", optional=True),
             Argument("key_cache", _CACHE),  # [blocks, KV, T, D], or D / 2 bytes of 4-bit codes; written in place
@@ -126,7 +126,9 @@ _ALL = (
         (_Y,),  # [.., M, C]
         "gated_norm",
     ),
-    KernelOperator("Scale", (Argument("x"), Argument("factors")), (_Y,), "gated_norm"),  # by 1 or [C] factors
+    KernelOperator(  # by 1 or [C] factors; what is added is like x
+        "Scale", (Argument("x"), Argument("factors"), Argument("added", optional=True)), (_Y,), "gated_norm"
+    ),
     KernelOperator(
         "Experts",
         (

@@ -222,6 +222,20 @@ def parameter_behind(value: ir.Value) -> str:
     return name
 
 
+def last_axis_slice(node: ir.Node) -> tuple[int, int] | None:
+    """What a Slice of one step takes of the last axis: from, to; None for other Slices."""
+    shape = node.inputs[0].shape if node.inputs[0] is not None else None
+    constants = [value.const_value if value is not None else None for value in node.inputs[1:]]
+    numbers = [int(tensor.numpy().ravel()[0]) for tensor in constants if tensor is not None and tensor.size == 1]
+    if shape is None or len(numbers) != len(constants) or len(numbers) < 3:
+        return None
+    if numbers[2] not in (-1, len(shape) - 1) or numbers[3:] not in ([], [1]):
+        return None
+    width = dimension(node.inputs[0], -1)
+    begin, end, *_ = (number + width if number < 0 else min(number, width) for number in numbers)
+    return begin, end
+
+
 def only_use(value: ir.Value) -> ir.Node | None:
     uses = list(value.uses())
     return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None

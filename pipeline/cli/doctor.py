@@ -342,10 +342,10 @@ def _recurrent(io: IOContract) -> str:
     """What recurrent state means for a server, where a model has some."""
     if not io.slot_bytes:
         return ""
-    slots = io.slots * SEQUENCE_SLOTS
+    slots, kib = io.slots * SEQUENCE_SLOTS, io.slot_bytes / 1024
     return (
-        f"; {slots} slots of recurrent state of {io.slot_bytes / 1024:.1f} KiB, for requests that run and for "
-        "prefixes, and no drafts"
+        f"; {slots} slots of recurrent state of {kib:.1f} KiB ({slots * kib / 1024:.1f} MiB in all), {io.slots} of "
+        "them for snapshots of prefixes, and no drafts"
     )
 
 

@@ -127,7 +127,8 @@ def _elsewhere(address: str, key: Path | None) -> _Served:
 def engine_settings(options: EngineOptions, public_key: Path | None) -> EngineSettings:
     """:class:`ServeError` for a size that is none."""
     memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
-    return EngineSettings(options.threads, options.slots, memory, public_key and str(public_key))
+    key = public_key and str(public_key)
+    return EngineSettings(options.threads, options.slots, memory, key, snapshots=options.snapshots)
 
 
 def engine_limits(options: EngineOptions, approved: Approved, source: str, *, unsafe: bool) -> Limits:

@@ -29,6 +29,14 @@ class EngineOptions:
     kv_bytes: Annotated[
         str | None, typer.Option(help="Instead of --slots: most memory of keys, values and recurrent state: 2GiB.")
     ] = None
+    snapshots: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Copies of recurrent state that are kept so that prompts, and the turns of a conversation, go on from "
+            "them; by default one for each of --slots.",
+        ),
+    ] = None
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")] = 1024
     max_running: Annotated[
         int | None, typer.Option(min=1, help="Requests that run at once; by default 64, or as many as were measured.")

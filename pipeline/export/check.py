@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipeline.export.trace import takes
 from tapeout.layer_stream import LayerState, LayerStream
 from tapeout.operators import PAST, PRESENT, OperatorNode, computed_by_token, operator_nodes, state_resumed
 from tapeout.portable_model import load_graph
@@ -387,13 +388,18 @@ def _inputs(model: Any, sequence: _CheckedSequence, before: _RandomState, layer:
             inputs["position_ids"] = torch.tensor(sequence.positions)[None]
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         with computed_by_token(model):
-            yield inputs
+            yield _taken(model, inputs)
         return
 
     inputs["position_ids"] = torch.arange(start, start + count)[None]
     inputs["past_key_values"] = _length_only(start)
     with state_resumed(model, lambda name: torch.from_numpy(before.one(f"{PAST}.{layer}.{name}", start))):
-        yield inputs
+        yield _taken(model, inputs)
+
+
+def _taken(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Without what the model has no argument for: one without attention needs neither positions nor a length."""
+    return {name: value for name, value in inputs.items() if takes(model, name)}
 
 
 def _length_only(length: int) -> Any:

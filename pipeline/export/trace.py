@@ -29,6 +29,8 @@ from tapeout.operators.hub_functions import functions_replaced, hub_functions
 from tapeout.operators.operator import Operator, TracedState
 
 OPSET = 23
+POSITIONS = "position_ids"
+ENDLESS = (1 << 31) - 1  # positions are int32 in engines; of models whose configuration names no longest sequence
 
 
 @dataclass
@@ -114,7 +116,7 @@ class _Wrapper(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, tracer: _Tracer) -> None:
         super().__init__()
-        self.model, self.tracer = model, tracer
+        self.model, self.tracer, self.takes_positions = model, tracer, takes(model, POSITIONS)
 
     def forward(
         self,
@@ -124,7 +126,8 @@ class _Wrapper(torch.nn.Module):
         *past: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         self.tracer.start(attention_mask, past)
-        logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        inputs = {POSITIONS: position_ids} if self.takes_positions else {}
+        logits = self.model(input_ids=input_ids, use_cache=False, **inputs).logits
         return (logits, *self.tracer.presents)
 
 
@@ -154,15 +157,19 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     return graph_model
 
 
+def takes(model: Any, argument: str) -> bool:
+    """Whether a model has an argument of this name."""
+    return argument in inspect.signature(model.forward).parameters
+
+
 def longest(model: Any) -> int:
-    """The longest sequence that the model's configuration allows; positions after it are never computed."""
+    """The longest sequence that the model's configuration allows; positions after it are never computed.
+
+    A model that is given no positions may name none: recurrences alone have no longest sequence.
+    """
     found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ExportError(
-            f"{type(model).__name__} takes no position_ids",
-            expected="a decoder that gets the position of each token",
-            remedy="choose another decoder; models without attention and position biases (ALiBi) are not supported",
-        )
+    if found is None and not takes(model, POSITIONS):
+        return ENDLESS
     if not isinstance(found, int) or found < 2:
         raise ExportError(
             f"max_position_embeddings of {found} in the configuration of {type(model).__name__}",
@@ -208,7 +215,8 @@ def _layers_followed(model: Any, tracer: _Tracer) -> Generator[None]:
 def _see_state(model: Any, tracer: _Tracer) -> None:
     """The first run, over three tokens: what each operator keeps, in call order."""
     tracer.start()
-    model(input_ids=torch.zeros(1, 3, dtype=torch.int64), position_ids=torch.arange(3)[None], use_cache=False)
+    inputs = {POSITIONS: torch.arange(3)[None]} if takes(model, POSITIONS) else {}
+    model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False, **inputs)
     layers = model.config.get_text_config().num_hidden_layers
     if missing := sorted({*range(layers)} - tracer.called):
         raise ExportError(
@@ -216,6 +224,12 @@ def _see_state(model: Any, tracer: _Tracer) -> None:
             "interface nor another operator that an export keeps",
             expected=f"a call in each of its {layers} layers",
             remedy="encoder-decoder models, and attention outside transformers' attention interface, are not supported",
+        )
+    if not inputs and any(state.grows for state in tracer.states()):
+        raise ExportError(
+            f"{type(model).__name__} takes no {POSITIONS}",
+            expected="a decoder with attention that gets the position of each token",
+            remedy="choose another decoder; position biases (ALiBi) are not supported",
         )
 
 
@@ -238,7 +252,7 @@ def _export_program(model: Any, tracer: _Tracer) -> Any:
                 input_names=[
                     "input_ids",
                     "attention_mask",
-                    "position_ids",
+                    POSITIONS,
                     *(f"{PAST}.{name}" for name in tracer.names()),
                 ],
                 output_names=["logits", *(f"{PRESENT}.{name}" for name in tracer.names())],

@@ -54,10 +54,14 @@ def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> Co
     together, context = schemes_by_shape(graph, compared), min(recipe.plan.context, graph.max_positions)
     streamed = streamed_bytes(sum(group.weights for group in graph.groups))
     timer = OperatorTimer(target, streamed, threads, only_kept=not measure)
-    dtypes = [cache.dtype for cache in caches(compared.kv_cache, graph.head_size)]
+    dtypes = [cache.dtype for cache in caches(compared.kv_cache, graph)]
     # First, so that heads which the target has no attention for are refused before linears are timed.
-    attended = TimedAttention(graph, dtypes, recipe.build.slots, context)
-    attention = timer.costs(attended, sorted(workload_of(recipe.plan)))
+    attention: Mapping[str, Mapping[int, float]] = {
+        dtype: dict.fromkeys(workload_of(recipe.plan), 0) for dtype in dtypes
+    }
+    if graph.cached_layers:
+        attended = TimedAttention(graph, dtypes, recipe.build.slots, context)
+        attention = timer.costs(attended, sorted(workload_of(recipe.plan)))
     shapes = ProgressBar(wanted.items(), title="timing linears", unit="shape", hidden=not measure)
     for (columns, outputs), schemes in shapes:
         shape = LinearShape(columns, outputs)

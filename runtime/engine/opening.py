@@ -47,15 +47,22 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
     record = bundle.record
     slots = settings.slots
     if settings.kv_bytes is not None:
-        sequence_bytes = record.io.sequence_bytes
-        slots = settings.kv_bytes // sequence_bytes
+        slots = record.io.sequences_in(settings.kv_bytes, settings.snapshots)
         if not slots:
             raise RequestError(
-                f"{settings.kv_bytes} bytes of KV cache",
-                expected=f"at least {sequence_bytes}, one sequence of {record.io.max_tokens} tokens",
+                f"{settings.kv_bytes} bytes of keys, values and recurrent state",
+                expected=f"room for one sequence of {record.io.max_tokens} tokens, beside all snapshots",
+                remedy="raise --kv-bytes, or lower --snapshots where that is given",
             )
     public_key = None if settings.public_key is None else Path(settings.public_key)
-    engine = load(folder, threads=settings.threads, slots=slots, level=settings.level, public_key=public_key)
+    engine = load(
+        folder,
+        threads=settings.threads,
+        slots=slots,
+        snapshots=settings.snapshots,
+        level=settings.level,
+        public_key=public_key,
+    )
     has = engine.capabilities
     here = at_level(bundle, settings.level)
     info = EngineInfo(

@@ -14,7 +14,8 @@ class EngineSettings:
     """How a bundle is opened. ``threads``: 0 means every physical core, or one where that is as fast.
 
     ``slots``: room for so many sequences of full length; as built if None. ``kv_bytes``: most memory of the KV cache,
-    instead of ``slots``. ``public_key``: a file. ``public_key``, ``level``: see :func:`engines.load.load`.
+    instead of ``slots``. ``snapshots``: of recurrent state that are kept for prefixes; one for each of these sequences
+    if None. ``public_key``: a file. ``public_key``, ``level``: see :func:`engines.load.load`.
     ``background``: the process runs only while no other wants the processor.
     """
 
@@ -24,6 +25,7 @@ class EngineSettings:
     public_key: str | None = None
     level: str = ""
     background: bool = False
+    snapshots: int | None = None
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from tapeout.schemes import Scheme
 from tests.family_engines import Made, difference_from_checkpoint, make, words
 
 RULES = (Rule(match="*", scheme=Scheme(bits=8, group_size=32, symmetric=True)),)
-FAMILIES = ("lfm2", "bamba", "granitemoehybrid-scans", "nemotron_h")
-SMALL = {"SimplifiedLayerNormalization"}  # of the first layer, whose input nothing is added to
+FAMILIES = ("lfm2", "bamba", "granitemoehybrid-scans", "nemotron_h", "qwen3_5", "falcon_h1", "mamba2")
+# Of the first layer, whose input nothing is added to, and norms that several operators read.
+SMALL = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 SEQUENCES = 4
 
 

@@ -22,12 +22,15 @@ from tests.family_engines import Made, make, words
 
 SLOTS = 3
 ANSWER = 140  # tokens: more than two blocks, where short answers were seen
-
+# A conversation: its turns, and the tokens of what begins all, of what is asked, and of what is answered; 384 at most
+TURNS, SYSTEM, USER, ANSWERED = 20, 80, 6, 9
+FEW = 6  # of its prompts that come again
 
 FAMILIES = {
     "lfm2": ["conv"],
     "qwen3_5": ["conv", "delta"],
     "bamba": ["conv", "scan"],
+    "mamba2": ["conv", "scan"],  # without attention
 }  # with the recurrent state of layer 0
 
 
@@ -52,11 +55,12 @@ def opened(made: Made) -> Generator[Callable[[int], Sequences]]:
 
 
 def test_both_kinds_of_state_are_in_the_record(made: Made) -> None:
-    *recurrent, keys = made.bundle.record.io.state
-    assert all(isinstance(state, Recurrent) and state.layer == 0 for state in recurrent)
-    assert [one.name for state in recurrent for one in state.tensors] == FAMILIES[made.name]
-    assert isinstance(keys, Paged) and keys.layer == 1 and [one.name for one in keys.tensors] == ["key", "value"]
-    assert made.graph.record.cached_layers == (1,)
+    state = made.bundle.record.io.state
+    recurrent = [one for one in state if isinstance(one, Recurrent) and one.layer == 0]
+    assert [tensor.name for one in recurrent for tensor in one.tensors] == FAMILIES[made.name]
+    paged = {one.layer: [tensor.name for tensor in one.tensors] for one in state if isinstance(one, Paged)}
+    assert paged == ({} if made.name == "mamba2" else {1: ["key", "value"]})
+    assert made.graph.record.cached_layers == tuple(paged)
 
 
 @settings(max_examples=40, deadline=None)
@@ -109,8 +113,42 @@ def test_requests_that_share_prompts_and_are_preempted_answer_as_alone(family: s
             answers = answer_all(core, requests)
             core.scheduler.check()
             assert [list(answer.tokens) for answer in answers] == expected
-        assert core.scheduler.preemptions > 0
+        assert bool(core.scheduler.preemptions) == bool(engine.capabilities.blocks)
         assert sum(answer.cached_tokens for answer in answers) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_reads_again_only_what_follows_its_last_checkpoint(family: str, tmp_path: Path) -> None:
+    """Twenty turns of two conversations that take turns and share their first tokens; then all prompts come again."""
+    bundle = build_float(family_graph(family, max_position_embeddings=384), tmp_path / "bundle", 8)
+    system = words(family, 1, SYSTEM, 0)[0]
+    with closing(load(bundle.folder, threads=1)) as engine, closing(Sequences(load(bundle.folder, threads=1))) as alone:
+        size = engine.capabilities.block_tokens
+        timed = ModelledTime(engine, 10)
+        core = EngineCore(timed, Limits(), clock=timed.clock)
+
+        def asked(name: str, prompt: list[int]) -> CoreAnswer:
+            (answer,) = answer_all(core, [GenerateRequest(name, prompt, ANSWERED)])
+            core.scheduler.check()
+            assert list(answer.tokens) == greedy(alone, prompt, ANSWERED)
+            return answer
+
+        histories, prompts = [list(system), list(system)], list[list[int]]()
+        known = [0, 0]  # positions that a conversation's last turn computed
+        for turn in range(TURNS):
+            for one, history in enumerate(histories):
+                prompt = history + words(family, 1, USER, 100 * one + turn + 1)[0]
+                answer = asked(f"{turn} of {one}", prompt)
+                assert answer.cached_tokens >= known[one] // size * size
+                known[one] = len(prompt) + ANSWERED - 1
+                histories[one] = prompt + list(answer.tokens)
+                prompts.append(prompt)
+        for prompt in prompts[-FEW:]:
+            asked(f"first {len(prompt)} {prompt[-1]}", prompt)
+        again = [asked(f"again {len(prompt)} {prompt[-1]}", prompt) for prompt in prompts[-FEW:]]
+        assert [answer.cached_tokens for answer in again] == [
+            (len(prompt) - 1) // size * size for prompt in prompts[-FEW:]
+        ]
 
 
 def greedy(engine: Sequences, prompt: list[int], count: int) -> list[int]:

@@ -62,7 +62,7 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, bundle: Path, missing: b
         try:
             with pytest.raises(ArtifactError if missing else RequestError) as caught:
                 await client.open()
-            assert missing or caught.value.found == "10 bytes of KV cache"
+            assert missing or caught.value.found == "10 bytes of keys, values and recurrent state"
         finally:
             await client.close()
 

@@ -95,7 +95,7 @@ def test_a_sound_core_answers_rightly_under_pressure(shares_blocks: bool) -> Non
     found: dict[str, Pressed] = {one.settings: one for one in pressure.answers}
     assert not failed(pressure) and pressure_problems("report", pressure) == []
     assert found.keys() == set(PRESSED) and not any(one.wrong or one.gap for one in found.values())
-    assert pressure.scarce == shares_blocks
+    assert pressure.scarce == pressure.shares == shares_blocks
     if shares_blocks:
         assert all(one.cached for one in found.values())
         assert found["penalties"].preempted and found["draws"].preempted, "else a bad resumption would not show"

@@ -1,7 +1,7 @@
 """Defects of recurrent state, found by the evidence of serving: in every way of use, and under pressure.
 
-The engine has both kinds of state, as a model with short convolutions has. Its bookkeeping of positions
-(:mod:`engines.state_slots`) is sound and refuses nothing: only tokens can show that a state is wrong.
+The engine has both kinds of state, as a model with short convolutions has, or recurrent state alone. Its bookkeeping of
+positions (:mod:`engines.state_slots`) is sound and refuses nothing: only tokens can show that a state is wrong.
 """
 
 from __future__ import annotations
@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from engines.protocol import Entry, FloatArray, Result, Wanted
 from engines.sequences import Sequences, SlotEntry
 from engines.step_inputs import StepPiece
 from evals.check import Outcome
-from evals.kinds.serving import ServingBounds, ServingSettings, pressure_check, served_checks, served_problems
+from evals.kinds.serving import (
+    ServingBounds,
+    ServingSettings,
+    pressure_check,
+    pressure_problems,
+    served_checks,
+    served_problems,
+)
 from evals.kinds.serving.measure import served_items
 from evals.kinds.serving.pressure import under_pressure
 from evals.kinds.serving.served_log import Streams
@@ -28,27 +36,39 @@ TEXT = [number * number * 7 % VOCAB for number in range(4001)]
 SETTINGS = ServingSettings()
 
 
+@pytest.fixture(params=[True, False], ids=["blocks and slots", "slots alone"])
+def paged(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 def opened_by(
-    kind: type[Sequences] = Sequences, engine: type[ChainEngine] = ChainEngine, sequences: int = SEQUENCES
+    kind: type[Sequences] = Sequences,
+    engine: type[ChainEngine] = ChainEngine,
+    sequences: int = SEQUENCES,
+    paged: bool = True,
 ) -> Sequences:
-    blocks, slots = sequences * MAX_TOKENS // BLOCK, 2 * sequences
+    blocks, slots = sequences * MAX_TOKENS // BLOCK * paged, 2 * sequences
     return kind(engine(blocks=blocks, slots=slots, block_tokens=BLOCK, max_tokens=MAX_TOKENS, vocab_size=VOCAB))
 
 
-def failed(engine: type[ChainEngine] = ChainEngine) -> set[str]:
+def failed(paged: bool, engine: type[ChainEngine] = ChainEngine) -> set[str]:
     """The checks of a verdict that fail."""
-    items = served_items(
-        SETTINGS, None, opened_by(engine=engine), lambda: opened_by(engine=engine, sequences=SEQUENCES + 1), TEXT
-    )
+
+    def opened(sequences: int = SEQUENCES) -> Sequences:
+        return opened_by(engine=engine, sequences=sequences, paged=paged)
+
+    items = served_items(SETTINGS, None, opened(), lambda: opened(SEQUENCES + 1), TEXT)
     assert served_problems("report", items, SEQUENCES, MAX_TOKENS) == []
     pressure = under_pressure(
-        opened_by(engine=engine),
+        opened(),
         lambda engine, blocks: CoreAnswerer(engine, Limits(), blocks=blocks),
         lambda tokens: "",
         Streams(TEXT),
         SETTINGS,
         [],
     )
+    assert pressure.scarce == paged
+    assert paged or pressure_problems("report", pressure) == []  # few run at once here, so blocks suffice
     bounds = ServingBounds()
     checks = (*served_checks(items, bounds), pressure_check(pressure, bounds))
     return {check.name for check in checks if check.outcome is not Outcome.PASS}
@@ -99,20 +119,20 @@ class StaleCopies(Sequences):
         return entry
 
 
-def test_sound_recurrent_state() -> None:
-    assert failed() == set()
+def test_sound_recurrent_state(paged: bool) -> None:
+    assert failed(paged) == set()
 
 
-def test_a_slot_that_is_not_reset_when_another_request_takes_it() -> None:
-    assert {"serving_kl", "serving_answers"} <= failed(KeptStates)
+def test_a_slot_that_is_not_reset_when_another_request_takes_it(paged: bool) -> None:
+    assert {"serving_kl", "serving_answers"} <= failed(paged, KeptStates)
 
 
-def test_a_snapshot_that_is_taken_one_token_too_early() -> None:
-    assert {"serving_kl", "serving_answers"} <= failed(EarlySnapshots)
+def test_a_snapshot_that_is_taken_one_token_too_early(paged: bool) -> None:
+    assert {"serving_kl", "serving_answers"} <= failed(paged, EarlySnapshots)
 
 
-def test_states_of_a_neighbour() -> None:
-    assert {"serving_kl", "serving_answers"} <= failed(NeighboursStates)
+def test_states_of_a_neighbour(paged: bool) -> None:
+    assert {"serving_kl", "serving_answers"} <= failed(paged, NeighboursStates)
 
 
 def test_a_stale_copy_after_going_back() -> None:

@@ -152,7 +152,7 @@ typedef struct {
   int bits, cache; /* of its cache: of a channel, and the type */
   float softcap, scale, epsilon;
   int64_t firsts[5], groups, channels, run, period; /* of columns, and of norms or heads of keys */
-  int gated, silu, squash, sigmoid, norm_first, rated;
+  int gated, silu, squash, sigmoid, norm_first, one, rated;
   float least_step, most_step;
   float alpha, limit, offset;          /* of experts, whose activation is `kind` */
   uint64_t quantized, clipped;         /* activations that the process counted before the run */
@@ -881,13 +881,14 @@ static Node new_gated_norm(void) {
   Node node = {.what = one_in(3) ? "Scale" : "GatedNorm", .epsilon = 0.01f, .M = one_in(10) ? 0 : random_int(1, 9)};
   node.op = find_op(node.what);
   Value* in = node.context.inputs;
-  const int scale = !strcmp(node.what, "Scale"), normed = !one_in(3);
-  const int64_t group = random_int(1, 40), groups = random_int(1, 4), runs = one_in(2) ? groups : 1, C = group * groups;
+  const int scale = !strcmp(node.what, "Scale"), normed = !one_in(3), one = one_in(5);
+  const int64_t group = random_int(1, 40), groups = random_int(1, 4), runs = one_in(2) && !one ? groups : 1,
+                C = group * groups;
   node.channels = C, node.groups = normed ? group : 0, node.run = C / runs, node.period = node.run + random_int(0, 9);
   node.firsts[0] = scale || one_in(2) ? 0 : random_int(1, 20), node.firsts[1] = one_in(2) ? 0 : random_int(1, 20);
   node.sigmoid = one_in(3), node.norm_first = one_in(2);
   const int64_t X = scale ? C : node.firsts[0] + C + random_int(0, 5);
-  const int64_t W = node.firsts[1] + (runs - 1) * node.period + node.run + random_int(0, 5);
+  const int64_t W = node.firsts[1] + (one ? 1 : (runs - 1) * node.period + node.run) + random_int(0, 5);
   new_value(&in[0], FLOAT, 3, (int64_t[]){1, node.M, X});
   fill_floats(&in[0], powf(10, (float)random_int(-2, 2)));
   node.changed[0] = TYPE | PRESENCE | ALIGNMENT;
@@ -898,8 +899,14 @@ static Node new_gated_norm(void) {
     fill_floats(weight, 1);
     node.changed[scale ? 1 : 2] = TYPE | ALIGNMENT | (scale ? PRESENCE : 0);
   }
-  node.context.input_count = scale ? 2 : 3;
+  node.context.input_count = 3;
+  if (scale && one_in(2)) {
+    new_value(&in[2], FLOAT, 3, (int64_t[]){1, node.M, C});
+    fill_floats(&in[2], 1);
+    node.changed[2] = LAST_AXIS | TYPE | ALIGNMENT;
+  }
   if (scale) return node;
+  node.one = one;
   new_value(&in[1], FLOAT, 3, (int64_t[]){1, node.M, W});
   fill_floats(&in[1], powf(10, (float)random_int(-2, 1)));
   node.changed[1] = TYPE | PRESENCE | ALIGNMENT;
@@ -908,14 +915,16 @@ static Node new_gated_norm(void) {
   add_int(&node.info, "period", node.period), add_int(&node.info, "group", node.groups);
   add_int(&node.info, "sigmoid", node.sigmoid), add_int(&node.info, "norm_first", node.norm_first);
   add_float(&node.info, "epsilon", node.epsilon);
+  if (one) add_int(&node.info, "one", 1);
   return node;
 }
 
 static void check_scale(const Node* node) {
-  const Value *x = &node->context.inputs[0], *factors = &node->context.inputs[1];
+  const Value *x = &node->context.inputs[0], *factors = &node->context.inputs[1], *added = &node->context.inputs[2];
   const int64_t C = x->dims[2], several = elements_of(factors) > 1;
   for (int64_t i = 0; i < elements_of(x); i++) {
-    const float expected = ((float*)x->data)[i] * ((float*)factors->data)[several ? i % C : 0];
+    volatile float expected = ((float*)x->data)[i] * ((float*)factors->data)[several ? i % C : 0];
+    if (added->present) expected += ((float*)added->data)[i];
     const float found = ((float*)node->context.outputs[0].data)[i];
     if (!same_float(found, expected)) fail("Scale: element %d: %g, expected %g", (int)i, found, expected);
   }
@@ -930,9 +939,8 @@ static void check_gated_norm(const Node* node) {
       for (int64_t i = 0; i < group; i++) {
         const int64_t at = begin + i;
         const double x = ((float*)in[0].data)[token * in[0].dims[2] + node->firsts[0] + at];
-        const double gate =
-            ((float*)in[1]
-                 .data)[token * in[1].dims[2] + node->firsts[1] + at / node->run * node->period + at % node->run];
+        const int64_t column = node->one ? 0 : at / node->run * node->period + at % node->run;
+        const double gate = ((float*)in[1].data)[token * in[1].dims[2] + node->firsts[1] + column];
         products[i] = x * (node->sigmoid ? 1 : gate) / (1 + exp(-gate));
         squares += node->norm_first ? x * x : products[i] * products[i];
       }
@@ -1196,7 +1204,8 @@ static Node new_attention(void) {
   node.window = one_in(3) ? random_int(1, 100) : one_in(10) ? INT64_MAX : 0;
   node.softcap = one_in(4) ? 3.0f : 0;
   node.scale = 1 / sqrtf((float)node.D);
-  const int64_t width = node.heads * node.D, kv_width = node.kv_heads * node.D;
+  node.period = node.D + (one_in(3) ? random_int(1, 80) : 0);
+  const int64_t width = node.heads * node.period, kv_width = node.kv_heads * node.D;
   new_value(&in[QUERY], FLOAT, 3, (int64_t[]){1, tokens, node.packed ? width + 2 * kv_width : width});
   fill_floats(&in[QUERY], 1);
   for (int i = KEY; i <= VALUE && !node.packed; i++) {
@@ -1277,6 +1286,7 @@ static Node new_attention(void) {
   add_int(&node.info, "rotary_interleaved", node.rotary == INTERLEAVED);
   add_float(&node.info, "softcap", node.softcap), add_float(&node.info, "epsilon", node.epsilon);
   add_int(&node.info, "local_window_size", node.window);
+  if (node.period > node.D) add_int(&node.info, "query_period", node.period);
   return node;
 }
 
@@ -1323,8 +1333,9 @@ static void check_cache(const Node* node) {
           const int64_t token = int_of(node, OFFSETS, b) + s;
           fresh[at] = 1;
           double expected[80];
-          const float* from = node->packed ? (float*)in[QUERY].data + token * (node->heads * D + 2 * kv_width) +
-                                                 node->heads * D + side * kv_width + head * D
+          const int64_t width = node->heads * node->period;
+          const float* from = node->packed ? (float*)in[QUERY].data + token * (width + 2 * kv_width) + width +
+                                                 side * kv_width + head * D
                                            : (float*)in[side ? VALUE : KEY].data + token * kv_width + head * D;
           for (int64_t i = 0; i < D; i++) expected[i] = from[i];
           if (!side) rotated(node, from, KEY_NORM, position, expected);
@@ -1351,7 +1362,7 @@ static void check_attention(Node* node) {
   if (node->values == NON_FINITE) return;
   const Value *in = node->context.inputs, *out = node->context.outputs;
   const int64_t D = node->D, group = node->heads / node->kv_heads;
-  const int64_t stride = node->packed ? (node->heads + 2 * node->kv_heads) * D : node->heads * D;
+  const int64_t stride = node->heads * node->period + (node->packed ? 2 * node->kv_heads * D : 0);
   /* With AVX-512 queries and weights have 16 bits where the cache has codes: a score of 80 channels moves by up to 7e-4, and
      the weights of a tile by up to 5e-4 together. */
   const double limit = node->bits < 32 && IN_DIGITS ? 1e-3 : 2e-5;
@@ -1362,7 +1373,7 @@ static void check_attention(Node* node) {
       for (int64_t h = 0; h < node->heads; h += step) {
         const int64_t head = h / group, position = int_of(node, FIRST, b) + s, token = int_of(node, OFFSETS, b) + s;
         double query[80], scores[448], y[80] = {0}, max = -INFINITY, sum = 0, largest = 0;
-        rotated(node, (float*)in[QUERY].data + token * stride + h * D, QUERY_NORM, position, query);
+        rotated(node, (float*)in[QUERY].data + token * stride + h * node->period, QUERY_NORM, position, query);
         const int64_t first = node->window && position + 1 > node->window ? position + 1 - node->window : 0;
         for (int64_t t = first; t <= position; t++) {
           const int64_t at = entry_of(node, b, head, t) * D;
@@ -1402,8 +1413,8 @@ static int64_t malformed_int(const char* name) {
 
 /* Of operators that say themselves how theirs are malformed. */
 static int is_own(const char* attribute) {
-  static const char* const NAMES[] = {"gated", "silu",   "squash", "least_step", "most_step", "channels",
-                                      "run",   "period", "group",  "sigmoid",    "norm_first"};
+  static const char* const NAMES[] = {"gated", "silu",   "squash", "least_step", "most_step",  "channels",
+                                      "run",   "period", "group",  "sigmoid",    "norm_first", "one"};
   int found = strstr(attribute, "first") != NULL;
   for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++) found |= !strcmp(attribute, NAMES[i]);
   return found;

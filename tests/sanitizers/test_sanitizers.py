@@ -319,6 +319,22 @@ DEFECTS = {
     "the columns of a gate are not checked": Defect(
         "gated_norm.c", "gate.dims[gate.rank - 1] < end", "gate.dims[gate.rank - 1] < 1", "accepted|AddressSanitizer"
     ),
+    "a gate of all channels is that of a column": Defect(
+        "gated_norm.c", "k->one ? splat(*gate)", "0 ? splat(*gate)", "GatedNorm.*expected|AddressSanitizer"
+    ),
+    "what is added is not checked": Defect(
+        "gated_norm.c", "!holds(&added, FLOAT, x.elements)", "0", "accepted|AddressSanitizer"
+    ),
+    "a sum is not added": Defect("gated_norm.c", "if (w->added) scaled +=", "if (!w->x) scaled +=", "Scale.*expected"),
+    "a query is read where its neighbour's gate lies": Defect(
+        "cached_attention.c", "query_head * w->period", "query_head * D", "CachedAttention.*expected"
+    ),
+    "keys are read where queries end, not their gates": Defect(
+        "cached_attention.c",
+        "w->key = w->query + k->heads * w->period",
+        "w->key = w->query + k->heads * w->D",
+        "CachedAttention.*expected",
+    ),
     "keys are normalized with the weight of queries": Defect(
         "cached_attention.c",
         "rotate(w, w->key + token, w->key_norm",

@@ -234,7 +234,7 @@ def proof(**changes: Any) -> Report[Any, Any]:
 def pressure(kinds: Sequence[str] = PRESSED, **changes: Any) -> Pressure:
     numbers: dict[str, Any] = {"answers": 10, "tokens": 240, "wrong": 0, "gap": 0.0, "preempted": 2, "cached": 64}
     answers = tuple(Pressed(settings=name, accepted=0, **numbers | changes) for name in kinds)
-    return Pressure(scarce=True, constrains=True, answers=answers)
+    return Pressure(shares=True, scarce=True, constrains=True, answers=answers)
 
 
 def make(
@@ -779,7 +779,11 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
         with_report("serving", pressure=pressure(preempted=0)),
         "ServingReport was not under pressure: no request lost its blocks",
     ),
-    "no hit": (with_report("serving", pressure=pressure(cached=0)), "no prompt was found in blocks"),
+    "no hit": (with_report("serving", pressure=pressure(cached=0)), "no prompt was found again"),
+    "no hit of an engine without blocks": (
+        with_report("serving", pressure=pressure(cached=0, preempted=0).model_copy(update={"scarce": False})),
+        "no prompt was found again",
+    ),
     "one kind of answers": (
         with_report("serving", pressure=pressure(["greedy"])),
         "ServingReport has no answers under pressure with penalties",

@@ -30,11 +30,12 @@ def computed(
     attributes: Mapping[str, float] = {},
     threads: int = 1,
 ) -> Matrix:
-    inputs = [value(name, ["batch", "tokens", array.shape[1]]) for name, array in given.items()]
-    also = [] if constant is None else [parameter("a.weight", constant)]
-    node = ir.node(operator, [*inputs, *also], attributes=dict(attributes), domain=DOMAIN)
+    inputs = {name: value(name, ["batch", "tokens", array.shape[1]]) for name, array in given.items()}
+    inputs |= {} if constant is None else {"constant": parameter("a.weight", constant)}
+    ordered = [inputs[name] for name in ("x", "gate", "constant", "added") if name in inputs]
+    node = ir.node(operator, ordered, attributes=dict(attributes), domain=DOMAIN)
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    model = model_of(inputs, [named("y", node.outputs[0])])
+    model = model_of([inputs[name] for name in given], [named("y", node.outputs[0])])
     model.opset_imports[DOMAIN] = 1
     opened = open_session(ir.to_proto(model).SerializeToString(), cpu_options(threads, library(), [operator]))
     (y,) = opened.run(["y"], {name: array[None] for name, array in given.items()})
@@ -95,6 +96,20 @@ def test_a_gate_lies_in_runs_among_other_columns(sigmoid: bool) -> None:
 def test_products_with_constants_are_exact(channels: int, each: bool) -> None:
     x, factors = random(3, channels, seed=1), random(channels if each else 1, seed=2)
     assert (computed("Scale", {"x": x}, factors) == x * factors).all()
+
+
+@pytest.mark.parametrize("channels", [1, 16, 37])
+@pytest.mark.parametrize("each", [False, True])
+def test_a_sum_is_rounded_after_the_product(channels: int, each: bool) -> None:
+    x, added, factors = random(3, channels, seed=1), random(3, channels, seed=3), random(channels if each else 1)
+    y = computed("Scale", {"x": x, "added": added}, factors)
+    assert (y == x * factors + added).all()
+
+
+def test_one_gate_of_all_channels() -> None:
+    x, gate = random(4, 37, seed=1), random(4, 5, seed=2)
+    y = computed("GatedNorm", {"x": x, "gate": gate}, None, {"sigmoid": 1, "one": 1, "first": 2})
+    np.testing.assert_allclose(y, x * activated(gate[:, 2:3], True), rtol=1e-5, atol=1e-6)
 
 
 @settings(max_examples=20, deadline=None)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, OFFSETS, SLOTS, STARTS
+from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, OFFSETS, SLOTS, STARTS, IOContract
 from engines.protocol import Entry
 from engines.targets.ort_cpu import paged_engine
 from engines.targets.ort_cpu.paged_engine import PagedEngine
@@ -67,7 +67,7 @@ class Session:
         arrays["logits"][:] = np.arange(V) == np.array(found)[arrays["logit_positions"]][:, None] % V
 
 
-def engine_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> PagedEngine:
+def engine_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, snapshots: int | None = None) -> PagedEngine:
     """Of three sequences. Runs are of 7 tokens."""
     bundle = write_bundle(folder / "bundle", "weights")
     inputs = [OFFSETS, STARTS, *([BLOCK_TABLE] if kind != "recurrent" else []), *([SLOTS] if kind != "paged" else [])]
@@ -78,7 +78,7 @@ def engine_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Paged
     monkeypatch.setattr(paged_engine, "open_session", lambda *_: Session())
     monkeypatch.setattr(paged_engine, "library_of", lambda _: None)
     monkeypatch.setattr(paged_engine, "RUN_TOKENS", 7)
-    return PagedEngine(bundle, threads=1, sequences=3)  # pyright: ignore[reportArgumentType]
+    return PagedEngine(bundle, threads=1, sequences=3, snapshots=snapshots)  # pyright: ignore[reportArgumentType]
 
 
 def alone(tokens: Sequence[int]) -> list[int]:
@@ -136,6 +136,17 @@ def test_capabilities_are_those_of_the_state(kind: str, tmp_path: Path, monkeypa
     assert (has.blocks, has.block_bytes) == (12 * paged, 4 * BLOCK_TOKENS * paged)
     assert (has.slots, has.slot_bytes, has.snapshot_tokens) == (6 * recurrent, 8 * recurrent, 128 * recurrent)
     assert not engine.prepare(1) or paged
+
+
+@pytest.mark.parametrize(("snapshots", "slots"), [(None, 6), (0, 3), (5, 8)])
+def test_snapshots_have_a_number_of_their_own(
+    snapshots: int | None, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of("mixed", tmp_path, monkeypatch, snapshots)
+    assert engine.capabilities.slots == slots
+    io = IOContract(inputs=(), state=KINDS["mixed"], max_tokens=256, slots=3, vocab_size=V)
+    held = 3 * 256 * io.token_bytes + slots * io.slot_bytes
+    assert [io.sequences_in(memory, snapshots) for memory in (held, held - 1, 0)] == [3, 2, 0]
 
 
 def test_a_step_that_failed_leaves_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

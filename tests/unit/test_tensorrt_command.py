@@ -51,7 +51,7 @@ class MyChip(HardwareTarget):
     def passes(self):
         return TENSORRT.passes()
 
-    def open(self, bundle, *, threads, slots):
+    def open(self, bundle, *, threads, slots, snapshots=None):
         raise NotImplementedError
 
     def compile(self, lowered, folder, wanted):

@@ -45,13 +45,20 @@ def test_a_module_that_cannot_be_traced_is_named() -> None:
     ("name", "found"),
     [
         ("gptj", "layers 0, 1 of GPTJForCausalLM call neither"),
-        ("bloom", "takes no position_ids"),
+        ("bloom", "layers 0, 1 of BloomForCausalLM call neither"),
         ("minicpm3-uneven-heads", "keys of size 16 and values of size 8"),
     ],
 )
 def test_what_a_graph_cannot_hold_is_refused(name: str, found: str) -> None:
     with pytest.raises(ExportError, match=found):
         trace(random_model(name))
+
+
+def test_attention_without_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recurrences need none; attention would have the wrong ones in every step but the first."""
+    monkeypatch.setattr("pipeline.export.trace.takes", lambda *_: False)
+    with pytest.raises(ExportError, match="LlamaForCausalLM takes no position_ids"):
+        trace(random_model("llama"))
 
 
 def test_a_state_that_no_operator_keeps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

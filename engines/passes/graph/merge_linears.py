@@ -2,7 +2,8 @@
 
     Linear(x, q), Linear(x, k), Linear(x, v)   ->   Split(Linear(x, [q, k, v]))
 
-Attention takes the merged result whole where it can, so that its Split disappears again (cached_attention).
+A gate comes before what it gates, whichever of them a model computes first: so kernels take them. Attention takes the
+merged result whole where it can, so that its Split disappears again (cached_attention).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ def run(lowering: Lowering) -> PassResult:
         nodes = [by_weight[m] for m in group.members if m in by_weight]
         if len(nodes) < 2:
             continue
+        nodes.sort(key=lambda node: not _is_gate(node.outputs[0]))
         if any(n.inputs[0] is not nodes[0].inputs[0] for n in nodes):
             declined.append(f"{group.name}: its members read different values")
             continue
@@ -33,6 +35,14 @@ def run(lowering: Lowering) -> PassResult:
     if not matched and not declined:
         declined.append("every linear is the only one of its group; nothing to merge")
     return PassResult(matched, tuple(declined))
+
+
+def _is_gate(value: ir.Value) -> bool:
+    """Whether a sigmoid is taken of a value, or of a constant times it."""
+    readers = [use.node for use in value.uses()]
+    scaled = [use.node for node in readers if node.op_type == "Mul" for use in node.outputs[0].uses()
+              if any(other is not None and other.is_initializer() for other in node.inputs)]  # fmt: skip
+    return any(node.op_type == "Sigmoid" for node in (*readers, *scaled))
 
 
 def _merge(lowering: Lowering, name: str, nodes: list[ir.Node]) -> None:

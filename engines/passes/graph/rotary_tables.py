@@ -1,56 +1,158 @@
 """Rotary cosines and sines become constant caches over positions, computed by the graph's own subgraph.
 
     RotaryEmbedding(x, Cos(position · frequency), Sin(…))   ->   RotaryEmbedding(x, cos_table, sin_table) {table}
+    x · cos + (-second half of x, first half of x) · sin    ->   the same
 
 The subgraph is evaluated once for every position, so any RoPE scaling (linear, llama3, yarn) is kept exactly, with no
 code for any of them. It must give a position the same values alone as among all others: angles that depend on the
-largest position of a call, say, have no table.
+largest position of a call, say, have no table. The exporter leaves the sum where it does not know how angles are made,
+such as those of Qwen3.5, whose frequencies are put together from three kinds of positions.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.passes.base import Lowering, PassResult, constant, remove_dead
+from engines.passes.base import (
+    Lowering,
+    PassResult,
+    attribute,
+    constant,
+    dimension,
+    last_axis_slice,
+    new_value,
+    producer_of,
+    remove_dead,
+    replace,
+)
 
 POSITIONS = "position_ids"
+Tables = tuple[ir.Value, ir.Value]
+
+
+@dataclass(frozen=True)
+class _Rotary:
+    """A rotary embedding of ``x``. ``written``: it is a sum, whose cosines and sines are there for both halves."""
+
+    node: ir.Node
+    x: ir.Value
+    cos: ir.Value
+    sin: ir.Value
+    written: bool
+
+    @property
+    def label(self) -> str:
+        return f"RotaryEmbedding {self.node.outputs[0].name}"
 
 
 def run(lowering: Lowering) -> PassResult:
     model = lowering.model
-    nodes = [n for n in model.graph if n.op_type == "RotaryEmbedding"]
-    tables: dict[tuple[int, int], tuple[ir.Value, ir.Value]] = {}
+    found = [rotary for node in model.graph if (rotary := _node(node) or _sum(node))]
+    tables: dict[tuple[int, int, bool], Tables] = {}
     declined: list[str] = []
     matched = 0
-    for node in nodes:
-        cos, sin = node.inputs[1], node.inputs[2]
-        assert cos is not None and sin is not None
-        if id(cos) not in {k[0] for k in tables}:
-            arrays = _evaluate(model, [cos, sin], lowering.max_tokens)
-            if arrays is None:
-                declined.append(f"{_label(node)}: its angles depend on more than positions; computed in every step")
-                continue
-            index = len(tables)
-            tables[(id(cos), id(sin))] = (
-                constant(model, f"rotary.cos.{index}", arrays[0]),
-                constant(model, f"rotary.sin.{index}", arrays[1]),
-            )
-        table = tables.get((id(cos), id(sin)))
-        if table is None:
-            declined.append(f"{_label(node)}: its cosines and sines are paired differently elsewhere")
+    for rotary in found:
+        key = id(rotary.cos), id(rotary.sin), rotary.written
+        if key not in tables and id(rotary.cos) in {cos for cos, *_ in tables}:
+            declined.append(f"{rotary.label}: its cosines and sines are paired differently elsewhere")
             continue
-        node.resize_inputs(4)
-        for place, value in enumerate((*table, next((i for i in model.graph.inputs if i.name == POSITIONS), None)), 1):
-            node.replace_input_with(place, value)
+        if key not in tables:
+            arrays = _evaluate(model, [rotary.cos, rotary.sin], lowering.max_tokens)
+            if arrays is None:
+                declined.append(f"{rotary.label}: its angles depend on more than positions; computed in every step")
+                continue
+            if rotary.written:
+                arrays = _of_one_half(arrays)
+            if arrays is None:
+                declined.append(f"{rotary.label}: its halves are turned by other angles; computed in every step")
+                continue
+            cos, sin = (
+                constant(model, f"rotary.{name}.{len(tables)}", array)
+                for name, array in zip(("cos", "sin"), arrays, strict=True)
+            )
+            tables[key] = cos, sin
+        _put(model, rotary, tables[key])
         matched += 1
-        remove_dead(model, [p for p in (cos.producer(), sin.producer()) if p is not None])
-    return PassResult(matched, tuple(declined) if nodes else ("no RotaryEmbedding in the graph",))
+    return PassResult(matched, tuple(declined) if found else ("no RotaryEmbedding in the graph",))
 
 
-def _label(node: ir.Node) -> str:
-    return f"{node.op_type} {node.outputs[0].name}"
+def _put(model: ir.Model, rotary: _Rotary, tables: Tables) -> None:
+    node, positions = rotary.node, next((i for i in model.graph.inputs if i.name == POSITIONS), None)
+    if rotary.written:
+        output = node.outputs[0]
+        made = ir.node(
+            "RotaryEmbedding",
+            [rotary.x, *tables, positions],
+            attributes={"interleaved": 0},
+            outputs=[new_value(f"{output.name}.turned", output)],
+        )
+        replace(model, [node], [made], {output: made.outputs[0]})
+        return
+    node.resize_inputs(4)
+    for place, value in enumerate((*tables, positions), 1):
+        node.replace_input_with(place, value)
+    remove_dead(model, [p for p in (rotary.cos.producer(), rotary.sin.producer()) if p is not None])
+
+
+def _node(node: ir.Node) -> _Rotary | None:
+    if node.op_type != "RotaryEmbedding":
+        return None
+    x, cos, sin = node.inputs[:3]
+    assert x is not None and cos is not None and sin is not None
+    return _Rotary(node, x, cos, sin, written=False)
+
+
+def _sum(node: ir.Node) -> _Rotary | None:
+    """``x · cos + (-second half of x, first half of x) · sin``, of ``x [B, H, S, R]`` and angles ``[B, S, R]``."""
+    products = [producer_of(value, "Mul") for value in node.inputs] if node.op_type == "Add" else []
+    for plain, crossed in (products, products[::-1]) if len(products) == 2 else ():
+        if plain is None or crossed is None:
+            continue
+        for half_turned, sin in (crossed.inputs, crossed.inputs[::-1]):
+            x = _half_turned(half_turned)
+            if x is None or x not in plain.inputs or x.shape is None or len(x.shape) != 4:
+                continue
+            cos = plain.inputs[1] if plain.inputs[0] is x else plain.inputs[0]
+            angles = [_of_tokens(value) for value in (cos, sin)]
+            if angles[0] is not None and angles[1] is not None:
+                return _Rotary(node, x, angles[0], angles[1], written=True)
+    return None
+
+
+def _half_turned(value: ir.Value | None) -> ir.Value | None:
+    """The x of which a value has the second half, negated, and then the first."""
+    joined = producer_of(value, "Concat")
+    if joined is None or len(joined.inputs) != 2 or attribute(joined, "axis", 0) not in (-1, 3):
+        return None
+    negated = producer_of(joined.inputs[0], "Neg")
+    second, first = (
+        producer_of(part, "Slice") for part in (negated.inputs[0] if negated is not None else None, joined.inputs[1])
+    )
+    if second is None or first is None or second.inputs[0] is not first.inputs[0]:
+        return None
+    x = first.inputs[0]
+    width = dimension(x, -1)
+    return x if (last_axis_slice(first), last_axis_slice(second)) == ((0, width // 2), (width // 2, width)) else None
+
+
+def _of_tokens(value: ir.Value | None) -> ir.Value | None:
+    """Angles ``[B, S, R]`` that are the same for all heads."""
+    apart = producer_of(value, "Unsqueeze")
+    axes = apart.inputs[1].const_value if apart is not None and apart.inputs[1] is not None else None
+    if apart is None or axes is None or np.asarray(axes.numpy()).ravel().tolist() not in ([1], [-3]):
+        return None
+    return apart.inputs[0]
+
+
+def _of_one_half(arrays: list[NDArray[np.float32]]) -> list[NDArray[np.float32]] | None:
+    """The first halves of ``[positions, R]``; None where the second ones differ."""
+    halves = [np.split(array, 2, axis=1) for array in arrays]
+    same = all(np.array_equal(first, second) for first, second in halves)
+    return [np.ascontiguousarray(first) for first, _ in halves] if same else None
 
 
 def _evaluate(model: ir.Model, values: list[ir.Value], positions: int) -> list[NDArray[np.float32]] | None:

@@ -5,7 +5,9 @@
 
 Rotary of the first channels of heads, with the others as they are (Concat, Slice), an RMSNorm of each head of queries
 and keys before it, and the sinks of AttentionWithSinks go into the operator, too. Where q, k and v are the parts of one
-merged linear, its output is passed packed and the Split is removed.
+merged linear, its output is passed packed and the Split is removed. Queries may lie between gates, of each head a query
+and a gate, and are read there. A constant factor of keys becomes one of the scores: the cache has keys without it, on a
+grid as much finer.
 
 The graph inputs change: the tokens of all sequences are packed one after the other, those of sequence b from
 ``offsets[b]`` to ``offsets[b + 1] - 1``, at positions from ``starts[b]``; ``block_table [B, M]`` says in which blocks
@@ -37,6 +39,7 @@ from engines.passes.base import (
     attribute,
     constant,
     dimension,
+    last_axis_slice,
     new_value,
     only_use,
     producer_of,
@@ -104,6 +107,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
         if not note:
             cos, sin, interleaved = *rotary_q.inputs[1:3], attribute(rotary_q, "interleaved", 0)
             query, key = source_q, source_k
+    key, key_factor = _factored(key)
     norms = [norm for value4d in (query, key) if (norm := _norm(value4d, head_size)) is not None]
     norm_note = ""
     if len(norms) != 2 or norms[0].epsilon != norms[1].epsilon:
@@ -112,9 +116,18 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
         norms, norm_note = [], f"{reason}; norms of queries and keys stay nodes"
     created: list[ir.Node] = []
     sources = [(norm.source, norm.by_token) for norm in norms] or [(query, False), (key, False)]
+    between, period = _between_gates(*sources[0], heads, head_size), head_size
+    if between is not None and (reason := lowering.kernels.unsupported_in_attention("gates between queries")):
+        between, norm_note = (
+            None,
+            "; ".join(filter(None, (norm_note, f"{reason}; queries are taken from between them"))),
+        )
+    if between is not None:
+        period = 2 * head_size
     flat = [
-        _flatten(model, source, count * head_size, created, by_token)
-        for (source, by_token), count in zip((*sources, (value, False)), (heads, kv_heads, kv_heads), strict=True)
+        between or _flatten(model, *sources[0], heads * head_size, created),
+        _flatten(model, *sources[1], kv_heads * head_size, created),
+        _flatten(model, value, False, kv_heads * head_size, created),
     ]
     notes = [found for found in (note, norm_note) if found]
     packed = _packed(flat)
@@ -125,10 +138,12 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
     attributes = {
         "num_heads": heads,
         "kv_num_heads": kv_heads,
-        "scale": fixed.scale,
+        "scale": fixed.scale * key_factor,
         "do_rotary": int(cos is not None),
         "rotary_interleaved": int(interleaved),
     }
+    if period != head_size:
+        attributes["query_period"] = period
     if fixed.softcap:
         attributes["softcap"] = fixed.softcap
     if fixed.window:
@@ -138,6 +153,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
         for part in ("k_scale", "v_scale"):
             name = f"layers.{layer}.{part}"
             scale = lowering.kv_scales[name].reshape(1, kv_heads, 1, head_size).astype(np.float32)
+            scale /= np.float32(key_factor if part == "k_scale" else 1)
             inputs.append(constant(model, name, np.ascontiguousarray(scale)))
         element, columns = {8: (ir.DataType.INT8, head_size), 4: (ir.DataType.UINT8, head_size // 2)}[lowering.kv_bits]
     if norms:
@@ -172,20 +188,37 @@ def _rotary(value: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     if node is None or first is None or rest is None or first.inputs[0] is not rest.inputs[0]:
         return None
     source, width = first.inputs[0], dimension(node.inputs[0], 3)
-    if source is None or _part(first) != (0, width) or _part(rest) != (width, dimension(source, 3)):
+    if source is None or last_axis_slice(first) != (0, width) or last_axis_slice(rest) != (width, dimension(source, 3)):
         return None
     return node, source
 
 
-def _part(node: ir.Node) -> tuple[int, int] | None:
-    """The channels of ``[B, H, S, D]`` that a Slice takes: from, to."""
-    constants = [value.const_value if value is not None else None for value in node.inputs[1:]]
-    numbers = [int(tensor.numpy().ravel()[0]) for tensor in constants if tensor is not None and tensor.size == 1]
-    if len(numbers) != len(constants) or len(numbers) < 3 or numbers[2] not in (-1, 3) or numbers[3:] not in ([], [1]):
+def _factored(key: ir.Value) -> tuple[ir.Value, float]:
+    """What keys are a positive constant times of, and the constant."""
+    product = producer_of(key, "Mul")
+    for x, other in (product.inputs, product.inputs[::-1]) if product is not None else ():
+        factor = other.const_value if other is not None and other.is_initializer() else None
+        if x is not None and x.shape == key.shape and factor is not None and factor.size == 1:
+            number = float(factor.numpy().ravel()[0])
+            return (x, number) if 0 < number < np.inf else (key, 1.0)
+    return key, 1.0
+
+
+def _between_gates(query: ir.Value, by_token: bool, heads: int, head_size: int) -> ir.Value | None:
+    """The tensor ``[B, S, H·2D]`` of which each head has a query and then a gate, if that is all that it has."""
+    exchange = producer_of(query, "Transpose")
+    rows = query if by_token or exchange is None else exchange.inputs[0]
+    reshape = producer_of(rows, "Reshape")
+    if reshape is not None and reshape.inputs[0] is not None and len(reshape.inputs[0].shape or ()) == 4:
+        rows = reshape.inputs[0]  # the same shape, said again
+    split = producer_of(rows, "Split")
+    apart = producer_of(split.inputs[0], "Reshape") if split is not None and split.outputs[0] is rows else None
+    flat = apart.inputs[0] if apart is not None else None
+    if split is None or apart is None or flat is None or attribute(split, "axis", 0) not in (-1, 3):
         return None
-    width = dimension(node.inputs[0], 3)
-    begin, end, *_ = (number + width if number < 0 else min(number, width) for number in numbers)
-    return begin, end
+    if [dimension(part, -1) for part in split.outputs] != [head_size] * 2 or dimension(apart.outputs[0], 2) != heads:
+        return None
+    return flat if len(flat.shape or ()) == 3 and dimension(flat, 2) == 2 * heads * head_size else None
 
 
 @dataclass(frozen=True)
@@ -224,7 +257,7 @@ def _not_foldable(lowering: Lowering, rotary_q: ir.Node, rotary_k: ir.Node, head
     return reason and f"{reason}; rotary stays a node"
 
 
-def _flatten(model: ir.Model, value: ir.Value, width: int, created: list[ir.Node], by_token: bool) -> ir.Value:
+def _flatten(model: ir.Model, value: ir.Value, by_token: bool, width: int, created: list[ir.Node]) -> ir.Value:
     """``[B, H, S, D]``, or ``[B, S, H, D]`` where it is ``by_token``, as ``[B, S, H·D]``: what it was reshaped from."""
     transpose = producer_of(value, "Transpose")
     rows = value

@@ -19,6 +19,31 @@ def columns_of(value: ir.Value) -> tuple[ir.Value, int]:
     return whole, sum(dimension(part, -1) for part in before)
 
 
+def runs_of(value: ir.Value) -> tuple[ir.Value, int, int, int]:
+    """The tensor ``[.., W]`` of which ``[B, S, C]`` is runs of columns: it, the first column, and length and period.
+
+    So lies a part of each head, such as a gate behind its query. Of columns that lie together both are 0.
+    """
+    joined = producer_of(value, "Reshape")
+    rows = joined.inputs[0] if joined is not None else None
+    split = producer_of(rows, "Split")
+    apart = producer_of(split.inputs[0], "Reshape") if split is not None else None
+    flat = apart.inputs[0] if apart is not None else None
+    if rows is None or split is None or apart is None or flat is None or len(rows.shape or ()) != 4:
+        return *columns_of(value), 0, 0
+    run, period = dimension(rows, 3), dimension(apart.outputs[0], 3)
+    widths = [flat.shape[-1] if flat.shape is not None else 0, value.shape[-1] if value.shape is not None else 0]
+    heads = dimension(rows, 2)
+    if (
+        attribute(split, "axis", 0) not in (-1, 3)
+        or len(flat.shape or ()) != 3
+        or widths != [heads * period, heads * run]
+    ):
+        return *columns_of(value), 0, 0
+    whole, first = columns_of(flat)
+    return whole, first + columns_of(rows)[1], run, period
+
+
 def flat_columns_of(model: ir.Model, value: ir.Value, created: list[ir.Node]) -> tuple[ir.Value, int]:
     """The same of ``[B, S, H, D]``, whose heads are columns of a tensor ``[B, S, W]``. ``created``: what is added."""
     width = dimension(value, 2) * dimension(value, 3)

@@ -1,25 +1,27 @@
-"""Products with a gate or with constants become native operators, with the RMSNorm before or after a gate.
+"""Products with a gate or with constants, and sums, become native operators, with the RMSNorm before or after a gate.
 
     norm(x, w) * SiLU(gate)          ->   GatedNorm(x, gate, w), ``norm_first``: the gated delta rule's
     norm(x * SiLU(gate), w)          ->   GatedNorm(x, gate, w): Mamba2's, of groups of channels
     x * SiLU(gate)                   ->   GatedNorm(x, gate)
-    x * Sigmoid(gate)                ->   GatedNorm(x, gate), ``sigmoid``
+    x * Sigmoid(gate)                ->   GatedNorm(x, gate), ``sigmoid``; ``[.., 1]`` gates all channels
     x * constant                     ->   Scale(x, constant): one number, or one for each channel
+    x [* constant] + y               ->   Scale(x, constant or 1, y)
 
-Gates that linears compute with their input (``linear_inputs.py``) are gone by then. A gate is read where it lies, as
-columns of the linear's output that a model splits.
+Gates that linears compute with their input (``linear_inputs.py``), and sums before a norm (``norms.py``), are gone by
+then. A gate is read where it lies, as columns of the linear's output that a model splits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from engines.kernels.operators import DOMAIN
-from engines.passes.base import Lowering, PassResult, attribute, new_value, only_use, producer_of, replace
-from engines.passes.onnxruntime.columns import columns_of
+from engines.passes.base import Lowering, PassResult, attribute, constant, new_value, only_use, producer_of, replace
+from engines.passes.onnxruntime.columns import columns_of, runs_of
 
 NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
 
@@ -35,44 +37,95 @@ class _GateNorm:
 
 
 def run(lowering: Lowering) -> PassResult:
-    model, matched, declined = lowering.model, 0, list[str]()
-    for kind in ("GatedNorm", "Scale"):  # what reads a product with a constant is known once gates are operators
-        for node in [n for n in model.graph if n.domain == "" and n.op_type == "Mul"]:
-            if node.graph is None:  # gone with a gate
-                continue
-            a, b = node.inputs
-            assert a is not None and b is not None
-            factors = next((value for value in (a, b) if value.is_initializer()), None)
-            if kind == "GatedNorm" and (factors is not None or (_gate_of(a) is None and _gate_of(b) is None)):
-                continue
-            if kind == "Scale" and (factors is None or not _is_between_operators(node)):
-                continue
-            reason = lowering.kernels.unsupported(kind)
-            reason = reason or (_gate(model, node) if factors is None else _scale(model, node, factors))
-            if reason:
-                declined.append(f"Mul {node.outputs[0].name}: {reason}")
-            else:
-                matched += 1
-    return PassResult(matched, tuple(declined) if matched or declined else ("no gate or constant factor in the graph",))
+    model, declined = lowering.model, list[str]()
+    # What reads a sum is known once gates are operators; what reads a product with a constant, once sums are.
+    found = [
+        _replaced(lowering, "Mul", "GatedNorm", _is_gated, _gate, declined),
+        _replaced(lowering, "Add", "Scale", _is_sum, _sum, declined),
+        _replaced(lowering, "Mul", "Scale", _is_scaled, _scale, declined),
+    ]
+    if not sum(found) and not declined:
+        declined = ["no gate, constant factor or sum in the graph"]
+    if sum(found):
+        model.opset_imports[DOMAIN] = 1
+    return PassResult(sum(found), tuple(declined))
 
 
-def _is_between_operators(product: ir.Node) -> bool:
-    """Whether all that reads a product is native, or a norm. ONNX Runtime makes GELU, say, of others."""
-    y = product.outputs[0]
+def _replaced(
+    lowering: Lowering,
+    op_type: str,
+    operator: str,
+    is_one: Callable[[ir.Node], bool],
+    replaced: Callable[[ir.Model, ir.Node], str],
+    declined: list[str],
+) -> int:
+    """How many nodes became this operator. ``replaced``: says why one does not."""
+    matched = 0
+    for node in [n for n in lowering.model.graph if n.domain == "" and n.op_type == op_type]:
+        if node.graph is None or not is_one(node):  # gone with another one
+            continue
+        if reason := lowering.kernels.unsupported(operator) or replaced(lowering.model, node):
+            declined.append(f"{op_type} {node.outputs[0].name}: {reason}")
+        else:
+            matched += 1
+    return matched
+
+
+def _is_gated(product: ir.Node) -> bool:
+    return _factors(product) is None and any(_gate_of(value) for value in product.inputs if value is not None)
+
+
+def _is_scaled(product: ir.Node) -> bool:
+    return _factors(product) is not None and _is_between_operators(product)
+
+
+def _is_sum(node: ir.Node) -> bool:
+    return not any(value is None or value.is_initializer() for value in node.inputs) and _is_between_operators(node)
+
+
+def _factors(product: ir.Node) -> ir.Value | None:
+    """The constants of a product."""
+    return next((value for value in product.inputs if value is not None and value.is_initializer()), None)
+
+
+def _is_between_operators(node: ir.Node) -> bool:
+    """Whether all that reads a product or sum is native, or a norm. ONNX Runtime makes GELU, say, of others."""
+    y = node.outputs[0]
     if y.is_graph_output():
-        return any(value is not None and _is_native(value.producer()) for value in product.inputs)
-    return bool(y.uses()) and all(_is_native(use.node) or use.node.op_type in NORMS for use in y.uses())
+        return any(value is not None and _is_native(value.producer()) for value in node.inputs)
+    readers = list(_readers(y))
+    return bool(readers) and all(_is_native(reader) or reader.op_type in NORMS for reader in readers)
+
+
+def _readers(value: ir.Value) -> Iterator[ir.Node]:
+    """What reads a value, also by other shapes of it."""
+    for use in value.uses():
+        if use.node.op_type == "Reshape" and not use.node.outputs[0].is_graph_output():
+            yield from _readers(use.node.outputs[0])
+        else:
+            yield use.node
 
 
 def _is_native(node: ir.Node | None) -> bool:
     return node is not None and node.domain == DOMAIN
 
 
-def _scale(model: ir.Model, node: ir.Node, factors: ir.Value) -> str:
+def _scale(model: ir.Model, node: ir.Node) -> str:
     """Returns why not."""
-    x = node.inputs[1] if node.inputs[0] is factors else node.inputs[0]
+    found = _scaled(node)
+    if isinstance(found, str):
+        return found
     y = node.outputs[0]
-    assert x is not None
+    scaled = ir.node("Scale", found, domain=DOMAIN, outputs=[new_value(f"{y.name}.scaled", y)])
+    replace(model, [node], [scaled], {y: scaled.outputs[0]})
+    return ""
+
+
+def _scaled(product: ir.Node) -> list[ir.Value] | str:
+    """What is scaled, and the factors; or why these are not one number, or one for each channel."""
+    factors, y = _factors(product), product.outputs[0]
+    x = product.inputs[1] if product.inputs[0] is factors else product.inputs[0]
+    assert x is not None and factors is not None
     if x.is_initializer() or x.dtype != ir.DataType.FLOAT or factors.dtype != ir.DataType.FLOAT:
         return "what it multiplies are not floats"
     if x.shape is None or y.shape is None or len(x.shape) < 2 or x.shape != y.shape or factors.shape is None:
@@ -80,8 +133,25 @@ def _scale(model: ir.Model, node: ir.Node, factors: ir.Value) -> str:
     elements = int(np.prod([size for size in factors.shape if isinstance(size, int)]))
     if elements != 1 and (elements != x.shape[-1] or factors.shape[-1] != elements):
         return "its constant is not a factor of each channel"
-    scaled = ir.node("Scale", [x, factors], domain=DOMAIN, outputs=[new_value(f"{y.name}.scaled", y)])
-    replace(model, [node], [scaled], {y: scaled.outputs[0]})
+    return [x, factors]
+
+
+def _sum(model: ir.Model, node: ir.Node) -> str:
+    """Returns why not."""
+    a, b = node.inputs
+    y = node.outputs[0]
+    assert a is not None and b is not None
+    if a.dtype != ir.DataType.FLOAT or a.shape is None or len(a.shape) < 2 or not a.shape == b.shape == y.shape:
+        return "it adds no floats of one shape"
+    inputs, added = [a, constant(model, "one", np.ones(1, np.float32))], b
+    for x, other in ((a, b), (b, a)):
+        product = producer_of(x, "Mul")
+        found = _scaled(product) if product is not None and _factors(product) and only_use(x) is node else ""
+        if not isinstance(found, str):
+            inputs, added = found, other
+            break
+    total = ir.node("Scale", [*inputs, added], domain=DOMAIN, outputs=[new_value(f"{y.name}.total", y)])
+    replace(model, [node], [total], {y: total.outputs[0]})
     return ""
 
 
@@ -112,17 +182,23 @@ def _gate(model: ir.Model, node: ir.Node) -> str:
         after = _norm_after(y)
         if after is not None:
             attributes |= {"group": after.group, "epsilon": after.epsilon}
-    if x.shape is None or gate.shape is None or len(x.shape) < 2 or x.shape != gate.shape:
+    if x.shape is None or gate.shape is None or len(x.shape) < 2:
         return "its gate has another shape than what it multiplies"
-    channels = x.shape[-1]
+    channels, one = x.shape[-1], gate.shape == ir.Shape([*list(x.shape)[:-1], 1])
+    if x.shape != gate.shape and not one:
+        return "its gate has another shape than what it multiplies"
     if not isinstance(channels, int):
         return "the number of channels is not fixed"
     if after is not None:
         y, weight = after.end, after.weight
     like = y
     x, x_first = columns_of(x)
-    gate, first = columns_of(gate)
+    gate, first, run, period = (*columns_of(gate), 0, 0) if one else runs_of(gate)
     attributes |= {"channels": channels, "x_first": x_first, "first": first}
+    if one and channels > 1:
+        attributes["one"] = 1
+    if run:
+        attributes |= {"run": run, "period": period}
     gated = ir.node(
         "GatedNorm",
         [x, gate, weight],

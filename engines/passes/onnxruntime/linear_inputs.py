@@ -4,15 +4,17 @@
     norm(x, w), BlockLinear                           ->   NormLinear(x, w, ...)
     silu(first half of x) * second half, BlockLinear  ->   GatedLinear(x, ...)
 
-Norms are RMSNorm. A norm or gate with other consumers stays a node of its own.
+Norms are RMSNorm. A norm or gate with other consumers stays a node of its own. Where a gate is multiplied by a constant
+first, as by Falcon-H1, that becomes a Scale of both halves, whose factors for the second are 1.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from engines.kernels.operators import DOMAIN
-from engines.passes.base import Lowering, PassResult, attribute, new_value, only_use, producer_of, replace
+from engines.passes.base import Lowering, PassResult, attribute, initializer, new_value, only_use, producer_of, replace
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -63,8 +65,7 @@ def _gate(lowering: Lowering, node: ir.Node, x: ir.Value, product: ir.Node) -> s
         activation, up = producer_of(up, "QuickGelu"), gate
     if activation is None or attribute(activation, "alpha", 1.702) != 1.0:
         return "its gate is not SiLU"
-    source = activation.inputs[0]
-    assert source is not None
+    source, factor = _without_factor(activation.inputs[0])
     split = producer_of(source, "Split")
     if split is None or len(split.outputs) != 2 or split.outputs[0] is not source or split.outputs[1] is not up:
         return "gate and up are not the halves of one linear"
@@ -74,7 +75,26 @@ def _gate(lowering: Lowering, node: ir.Node, x: ir.Value, product: ir.Node) -> s
         return "gate and up are split along another axis"
     if any(part.shape is None or part.shape[-1] != attribute(node, "K", 0) for part in split.outputs):
         return "gate and up are not the halves of one linear"
+    if factor != 1:
+        if missing := lowering.kernels.unsupported("Scale") or lowering.kernels.unsupported("GatedLinear"):
+            return missing
+        scaled = new_value(f"{source.name}.scaled", halves)
+        factors = np.repeat(np.array([factor, 1], np.float32), attribute(node, "K", 0))
+        inputs = [halves, initializer(lowering.model, f"{source.name}.factors", factors)]
+        lowering.model.graph.insert_before(product, ir.node("Scale", inputs, domain=DOMAIN, outputs=[scaled]))
+        halves = scaled
     return _fuse(lowering, node, product, "GatedLinear", [halves])
+
+
+def _without_factor(gate: ir.Value | None) -> tuple[ir.Value, float]:
+    """What a gate is a constant times of, and the constant."""
+    product = producer_of(gate, "Mul")
+    for x, other in (product.inputs, product.inputs[::-1]) if product is not None else ():
+        factor = other.const_value if other is not None and other.is_initializer() else None
+        if x is not None and only_use(x) is product and factor is not None and factor.size == 1:
+            return x, float(factor.numpy().ravel()[0])
+    assert gate is not None
+    return gate, 1.0
 
 
 def _fuse(

@@ -1,7 +1,8 @@
 """Linears as operators that ONNX Runtime has: the last kernel pass, which takes all that is left.
 
-    Linear(x) over codes    ->   MatMulNBits(x, packed codes, scales[, zero points][, bias])   int8 accumulation
-    Linear(x) over floats   ->   MatMul(x, transposed weight) [+ bias]
+    Linear(x) over codes               ->   MatMulNBits(x, packed codes, scales[, zero points][, bias])
+    Linear(x) over floats, of rates    ->   FloatLinear(x, weight in tiles[, bias]), where there is one
+    Linear(x) over floats              ->   MatMul(x, transposed weight) [+ bias]
 
 Merged linears are stacked along their output rows. MatMulNBits layout (ONNX Runtime docs/ContribOperators.md):
 B is ``[N, ceil(K/block), block·bits/8]`` uint8, low nibble first along K; zero points are packed the same way.
@@ -16,7 +17,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from engines.lowerings import lowering_of
-from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, initializer, new_value
+from engines.passes.base import CONTRIB, Lowering, PassResult, deferred, dimension, initializer, new_value
 from engines.passes.graph.linears import (
     described,
     is_linear,
@@ -30,6 +31,8 @@ from engines.passes.graph.linears import (
     weights_of,
 )
 from engines.passes.onnxruntime.block_linears import in_more_bits, widened
+from engines.passes.onnxruntime.routers import float_linear
+from tapeout.operators import operators
 from tapeout.quantized import QuantizedWeight
 
 ACCURACY_LEVEL = 4
@@ -50,9 +53,29 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     if bits:
         nodes = [_nbits(lowering, label, node, bits)]
         put(lowering, node, nodes, f"MatMulNBits {described(parts[0])}{in_more_bits(parts[0], bits)}")
+    elif not parts and _is_rate(label) and not lowering.kernels.unsupported("FloatLinear"):
+        put(lowering, node, [_rate(lowering, label, node)], "FloatLinear fp32")
     else:
         decoded = f", decoded from {parts[0].scheme.name}" if parts else ""
         put(lowering, node, float_nodes(lowering, label, node), f"MatMul fp32{decoded}")
+
+
+def _is_rate(label: str) -> bool:
+    """Whether linears only say how fast a recurrence forgets: few outputs, and in float beside quantized ones."""
+    return label.rpartition(".")[2] in {operator.rates for operator in operators().values() if operator.rates}
+
+
+def _rate(lowering: Lowering, label: str, node: ir.Node) -> ir.Node:
+    names, (x,) = weights_of(node), node.inputs
+    assert x is not None
+
+    def read() -> NDArray[np.float32]:
+        return np.concatenate([lowering.weights.weight(name) for name in names])
+
+    outputs, columns = sum(out_features_of(node)), dimension(x, -1)
+    return float_linear(
+        lowering.model, label, x, (outputs, columns), read, stacked_bias(lowering, node), node.outputs[0]
+    )
 
 
 def float_nodes(lowering: Lowering, label: str, node: ir.Node) -> list[ir.Node]:

@@ -10,6 +10,8 @@ row's bits depend on nothing else. Other ways to choose stay ONNX Runtime's: sig
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -47,6 +49,31 @@ def run(lowering: Lowering) -> PassResult:
     declined = [f"{subject}: {reason}; ONNX Runtime computes it" for subject, reason in reasons.items() if reason]
     lowering.model.opset_imports[DOMAIN] = 1
     return PassResult(len(linears) + len(choices) - len(declined), tuple(declined))
+
+
+def float_linear(
+    model: ir.Model,
+    name: str,
+    x: ir.Value,
+    shape: tuple[int, int],
+    read: Callable[[], NDArray[np.float32]],
+    bias: ir.Value | None,
+    like: ir.Value,
+) -> ir.Node:
+    """A linear of ``x`` over the weight ``[out, in]`` of this shape that ``read`` gives. ``like``: its output."""
+    outputs, columns = shape
+
+    def made() -> NDArray[np.float32]:
+        return np.ascontiguousarray(tiles_of(read()[None])[0].transpose(0, 2, 1))
+
+    weight = deferred(model, f"{name}.tiles", (-(-outputs // LANES), columns, LANES), ir.DataType.FLOAT, made)
+    return ir.node(
+        NAME,
+        trimmed([x, weight, bias]),
+        attributes={"N": outputs},
+        domain=DOMAIN,
+        outputs=[new_value(f"{name}.native", like)],
+    )
 
 
 def _choose(lowering: Lowering, node: ir.Node) -> str:
@@ -103,21 +130,13 @@ def _divided_by_sum(values: ir.Value) -> ir.Node | None:
 
 
 def _lower(lowering: Lowering, linear: Linear) -> None:
-    name, (outputs, columns), as_stored = linear.name, linear.shape, linear.transposed
+    name, as_stored = linear.name, linear.transposed
 
-    def made() -> NDArray[np.float32]:
+    def read() -> NDArray[np.float32]:
         stored = lowering.weights.weight(name)
-        return np.ascontiguousarray(tiles_of((stored.T if as_stored else stored)[None])[0].transpose(0, 2, 1))
+        return stored.T if as_stored else stored
 
-    shape = -(-outputs // LANES), columns, LANES
-    weight = deferred(lowering.model, f"{name}.tiles", shape, ir.DataType.FLOAT, made)
-    node = ir.node(
-        NAME,
-        trimmed([linear.input, weight, linear.bias]),
-        attributes={"N": outputs},
-        domain=DOMAIN,
-        outputs=[new_value(f"{name}.native", linear.output)],
-    )
+    node = float_linear(lowering.model, name, linear.input, linear.shape, read, linear.bias, linear.output)
     last = linear.output.producer()
     assert last is not None
     replace(lowering.model, [last], [node], {linear.output: node.outputs[0]})

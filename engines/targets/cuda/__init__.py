@@ -142,7 +142,9 @@ class Cuda(GraphTarget):
         )
         return bundle.model_copy(update={"hardware": hardware})
 
-    def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
+    def open(
+        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+    ) -> Engine:
         from engines.targets.cuda.engine import CudaEngine
 
         return CudaEngine(bundle, sequences=slots or bundle.record.io.slots)

@@ -153,10 +153,13 @@ class OrtCpu(GraphTarget):
                 shutil.copyfile(compiled, folder / level.file)
         return bundle.model_copy(update={"hardware": hardware})
 
-    def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
+    def open(
+        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+    ) -> Engine:
         from engines.targets.ort_cpu.paged_engine import PagedEngine
 
-        return PagedEngine(bundle, threads=threads, sequences=slots or bundle.record.io.slots)
+        sequences = slots or bundle.record.io.slots
+        return PagedEngine(bundle, threads=threads, sequences=sequences, snapshots=snapshots)
 
     def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         from engines.probe import OrtProbe

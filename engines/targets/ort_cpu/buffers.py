@@ -125,7 +125,7 @@ def require_slots(slots: int, slot_bytes: int) -> None:
         raise ResourceError(
             f"{slots} slots of recurrent state take {slots * slot_bytes / 1e9:.1f} GB",
             expected=f"at most {available / 1e9:.1f} GB, which is available",
-            remedy="open the engine for fewer sequences: --slots or --kv-bytes",
+            remedy="open the engine for fewer sequences or snapshots: --slots, --snapshots or --kv-bytes",
         )
 
 

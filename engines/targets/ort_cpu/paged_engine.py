@@ -44,12 +44,18 @@ READY_AHEAD_BYTES = 64 << 20  # most that is made ready before a sequence needs 
 
 
 class PagedEngine:
-    """See :class:`engines.protocol.Engine`. ``sequences``: of full length, that there is memory for."""
+    """See :class:`engines.protocol.Engine`. ``sequences``: of full length, that there is memory for.
 
-    def __init__(self, bundle: Artifact[EngineBundle], *, threads: int, sequences: int) -> None:
+    ``snapshots``: of recurrent state that are kept beside that of sequences; by default as many as these.
+    """
+
+    def __init__(
+        self, bundle: Artifact[EngineBundle], *, threads: int, sequences: int, snapshots: int | None = None
+    ) -> None:
         io = bundle.record.io
         blocks = sequences * -(-io.max_tokens // BLOCK_TOKENS) if io.token_bytes else 0
-        slots = sequences * SEQUENCE_SLOTS if io.slot_bytes else 0
+        kept = sequences * (SEQUENCE_SLOTS - 1) if snapshots is None else snapshots
+        slots = sequences + kept if io.slot_bytes else 0
         require_slots(slots, io.slot_bytes)
         library = library_of(bundle)
         options = cpu_options(threads, library, bundle.record.operator_counts, chooses=True)

@@ -79,7 +79,9 @@ class OrtCuda(GraphTarget):
         here = Fingerprint(machine=platform.machine(), features=(), libraries={PACKAGE: VERSION}, more_features=True)
         return EngineBundle(**lowered.fields(), target=self.name, hardware=(here,))
 
-    def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
+    def open(
+        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+    ) -> Engine:
         """``threads`` has no meaning on a GPU and is ignored."""
         from engines.targets.ort_cuda.engine import CudaPagedEngine
 

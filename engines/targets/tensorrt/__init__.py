@@ -72,7 +72,9 @@ class TensorRT(HardwareTarget):
 
         return compile_bundle(self, lowered, folder, wanted)
 
-    def open(self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None) -> Engine:
+    def open(
+        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+    ) -> Engine:
         """``threads`` has no meaning on a GPU and is ignored."""
         from engines.targets.tensorrt.engine import TensorRTEngine
 

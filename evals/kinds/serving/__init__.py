@@ -101,11 +101,12 @@ class Pressed(Frozen):
 
 
 class Pressure(Frozen):
-    """All that the serving core answered. ``scarce``: blocks are shared, and there were too few of them.
+    """All that the serving core answered. ``shares``: prompts can be found. ``scarce``: there were too few blocks.
 
     ``constrains``: constraints can be read with the model's tokenizer; else the server refuses them.
     """
 
+    shares: bool
     scarce: bool
     constrains: bool
     answers: tuple[Pressed, ...]
@@ -123,7 +124,7 @@ class ServingReport(EvidenceRecord):
 
     artifact_type: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
-    schema_version: ClassVar[int] = 4
+    schema_version: ClassVar[int] = 5
     parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -315,8 +316,8 @@ def pressure_problems(name: str, pressure: Pressure) -> list[str]:
     ]
     if pressure.scarce and not any(one.preempted for one in pressure.answers):
         problems.append(f"{name} was not under pressure: no request lost its blocks")
-    if pressure.scarce and not any(one.cached for one in pressure.answers):
-        problems.append(f"{name} was not under pressure: no prompt was found in blocks")
+    if pressure.shares and not any(one.cached for one in pressure.answers):
+        problems.append(f"{name} was not under pressure: no prompt was found again")
     return problems
 
 

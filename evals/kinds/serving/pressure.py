@@ -69,7 +69,8 @@ def under_pressure(
         logits = cache(partial(_logits, candidate, ask.prompt))  # mostly it is answered the same both times
         results[name] += [(answer, *compare(ask, answer, logits, decode)) for answer in found[number]]
     answers = tuple(_pressed(name, rows) for name, rows in results.items() if rows)
-    return Pressure(scarce=is_scarce(has), constrains=core.constrains, answers=answers)
+    shares = is_shared(has)
+    return Pressure(shares=shares, scarce=shares and has.blocks > 0, constrains=core.constrains, answers=answers)
 
 
 def pressing_asks(
@@ -125,14 +126,14 @@ def _ask(name: str, prompt: tuple[int, ...], seed: int, tokens: int, stops: froz
             return ask
 
 
-def is_scarce(has: EngineCapabilities) -> bool:
-    """Requests share blocks, and are long enough to outgrow those that they begin with; several run at once."""
+def is_shared(has: EngineCapabilities) -> bool:
+    """Requests share the state of prompts, and are long enough to outgrow what they begin with; several run at once."""
     return has.shares_blocks and has.max_tokens >= 3 * has.block_tokens and has.max_batch > 1
 
 
 def few_blocks(has: EngineCapabilities, asks: Sequence[Ask]) -> int | None:
-    """Blocks for a share of the requests, and for the largest; None where a sequence is one block."""
-    if not has.shares_blocks:
+    """Blocks for a share of the requests, and for the largest; None where a sequence is one block, or has none."""
+    if not has.shares_blocks or not has.blocks:
         return None
     needs = [-(-(len(ask.prompt) + ask.max_new_tokens) // has.block_tokens) for ask in asks]
     return max(max(needs) + 1, int(SHARE * sum(needs)))

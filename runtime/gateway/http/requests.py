@@ -38,7 +38,7 @@ class ServerLimits:
 
 def context_tokens(info: EngineInfo) -> int:
     """Most tokens of a prompt and its response together."""
-    return min(info.max_tokens, info.blocks * info.block_tokens)
+    return min(info.max_tokens, info.blocks * info.block_tokens) if info.blocks else info.max_tokens
 
 
 def most_tokens(body: GenerationBody, info: EngineInfo) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapeout.errors import QuantizationError
+from tapeout.layer_stream import decoder_layers
 from tapeout.operators.attention.interface import attention_replaced
 
 # (layer, key, value) -> (key, value), each [B, H, S, D], after the rotary embedding
@@ -22,11 +22,23 @@ KVFunction = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @contextmanager
 def kv_function(model: Any, function: KVFunction) -> Generator[None]:
-    """Run ``model`` with every layer's keys and values passed through ``function``."""
+    """Run ``model`` with every layer's keys and values passed through ``function``.
+
+    A layer has the number of the decoder layer that runs. Attention that several layers share knows none of its own.
+    """
     from transformers.masking_utils import sdpa_mask
 
-    with attention_replaced(model, partial(_changed, function), sdpa_mask):
-        yield
+    running = [-1]
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, number=number: running.__setitem__(0, number))
+        for number, layer in enumerate(decoder_layers(model))
+    ]
+    try:
+        with attention_replaced(model, partial(_changed, lambda k, v: function(running[0], k, v)), sdpa_mask):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -53,7 +65,7 @@ def after_tokens(model: Any, cached: Callable[[str], Tensor]) -> Generator[None]
 
 
 def _changed(
-    function: KVFunction,
+    function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -65,14 +77,7 @@ def _changed(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    layer = getattr(module, "layer_idx", None)
-    if layer is None:
-        raise QuantizationError(
-            f"{type(module).__name__} has no layer_idx",
-            expected="plain or grouped-query attention in numbered layers",
-            remedy="choose a dense decoder",
-        )
-    key, value = function(layer, key, value)
+    key, value = function(key, value)
     if softcap or s_aux is not None:
         return attend(query, key, value, attention_mask, options.get("scaling"), softcap, s_aux), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -8,8 +8,9 @@ import pytest
 
 from engines.bundle import BLOCK_TABLE, OFFSETS, STARTS
 from engines.kernels import cpu as native
+from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.kernels.operators import DOMAIN
-from engines.passes.onnxruntime import cached_attention
+from engines.passes.onnxruntime import cached_attention, gated_norms
 from quantization.kv_cache import dequantize, quantize
 from tapeout.errors import BuildError
 from tests.attention_graph import (
@@ -64,6 +65,32 @@ def test_a_merged_projection_is_handed_over_packed() -> None:
     assert operators(model) == ["MatMul", "CachedAttention", "Neg"]
     attention = next(n for n in model.graph if n.op_type == "CachedAttention")
     assert attention.inputs[1] is None and attention.inputs[2] is None
+
+
+@pytest.mark.parametrize("kv_bits", [0, 8])
+def test_queries_are_read_from_between_their_gates_and_keys_without_their_factor(kv_bits: int) -> None:
+    """Nothing is taken apart; the gates are read there, too, and the cache has keys on a grid as much finer."""
+    layout = Layout(merged=True, gated=True, key_factor=0.25)
+    model = graph(layout)
+    assert lower(layout, model, scales_of(layout) if kv_bits else None, kv_bits=kv_bits or 8) == ()
+    assert apply(lowering(model), gated_norms).matched == 1
+    assert operators(model) == ["MatMul", "CachedAttention", "GatedNorm", "Neg"]
+    attention = next(n for n in model.graph if n.op_type == "CachedAttention")
+    assert attention.attributes["query_period"].as_int() == 2 * layout.head_size
+    assert attention.attributes["scale"].as_float() == pytest.approx(layout.scale / 4)
+    if kv_bits:
+        found = [model.graph.initializers[f"layers.0.{part}_scale"].const_value for part in "kv"]
+        assert [tensor.numpy().max() for tensor in found if tensor is not None] == [np.float32(0.08), np.float32(0.02)]
+
+
+def test_kernels_that_read_no_gates_get_queries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuKernels, "unsupported_in_attention", lambda _self, part: f"there is no {part}")
+    layout = Layout(gated=True)
+    model = graph(layout)
+    (reason,) = lower(layout, model)
+    assert reason == "layer 0: there is no gates between queries; queries are taken from between them"
+    attention = next(n for n in model.graph if n.op_type == "CachedAttention")
+    assert "query_period" not in attention.attributes and "Split" in operators(model)
 
 
 def test_a_merged_projection_whose_parts_are_changed_is_split_and_said() -> None:

@@ -85,10 +85,46 @@ def test_products_with_constants_are_one_operator(elements: int) -> None:
     assert lowered(model_of([x], [named("y", other)]), {"x": GIVEN["x"]})[1] == ["Mul", "Tanh"]
 
 
-def test_a_gate_of_another_shape_stays() -> None:
+@pytest.mark.parametrize("elements", [0, 1, C])
+@pytest.mark.parametrize("scaled_first", [False, True])
+def test_sums_are_one_operator_with_the_factors_of_one_side(elements: int, scaled_first: bool) -> None:
+    """Before an operator of ours or a norm, and also where other shapes of them are read."""
+    x, gate = value("x", SHAPE), value("gate", SHAPE)
+    scaled = op("Mul", [parameter("factors", WEIGHT[:elements]), x], SHAPE) if elements else x
+    total = op("Add", [scaled, gate] if scaled_first else [gate, scaled], SHAPE)
+    rows = op("Reshape", [total, parameter("rows", np.array([-1, C]))], ["rows", C])
+    normed = op("RMSNormalization", [rows, parameter("layer.norm.weight", WEIGHT)], ["rows", C], axis=-1, epsilon=1e-3)
+    assert lowered(model_of([x, gate], [named("y", normed)])) == (
+        (),
+        ["Scale", "Reshape", "SimplifiedLayerNormalization"],
+    )
+
+
+def test_a_sum_that_the_runtime_reads_is_left() -> None:
+    x, gate = value("x", SHAPE), value("gate", SHAPE)
+    y = named("y", op("Tanh", [op("Add", [x, gate], SHAPE)], SHAPE))
+    assert lowered(model_of([x, gate], [y]))[1] == ["Add", "Tanh"]
+
+
+def test_sums_of_other_shapes_stay() -> None:
+    x, gate = value("x", SHAPE), value("gate", ["batch", 1, C])
+    total = op("Add", [x, gate], SHAPE)
+    normed = op("RMSNormalization", [total, parameter("layer.norm.weight", WEIGHT)], SHAPE, axis=-1, epsilon=1e-3)
+    declined, found = lowered(model_of([x, gate], [named("y", normed)]), {**GIVEN, "gate": GIVEN["gate"][:, :1]})
+    assert len(declined) == 1 and declined[0].endswith(": it adds no floats of one shape") and "Add" in found
+
+
+def test_a_gate_of_one_column_is_that_of_all_channels() -> None:
+    """As that of the shared expert of a mixture."""
     x, gate = value("x", SHAPE), value("gate", ["batch", "tokens", 1])
     y = named("y", op("Mul", [x, activated(gate, True, ["batch", "tokens", 1])], SHAPE))
-    given = {**GIVEN, "gate": GIVEN["gate"][:, :, :1]}
+    assert lowered(model_of([x, gate], [y]), {**GIVEN, "gate": GIVEN["gate"][:, :, :1]}) == ((), ["GatedNorm"])
+
+
+def test_a_gate_of_another_shape_stays() -> None:
+    x, gate = value("x", SHAPE), value("gate", ["batch", 1, C])
+    y = named("y", op("Mul", [x, activated(gate, True, ["batch", 1, C])], SHAPE))
+    given = {**GIVEN, "gate": GIVEN["gate"][:, :1]}
     declined, found = lowered(model_of([x, gate], [y]), given)
     assert declined == ("Mul y: its gate has another shape than what it multiplies",)
     assert found == ["Sigmoid", "Mul"]

@@ -166,6 +166,18 @@ def test_a_gate_is_done_while_inputs_are_rounded(gate_first: bool) -> None:
     check(model_of([x], [read("y", product(op("Mul", pair, SHAPE)))]), 1, [], ["GatedLinear"])
 
 
+def test_a_gate_that_is_multiplied_first_is_scaled_with_its_half() -> None:
+    """As in Falcon-H1."""
+    x = value("x", ["batch", "tokens", 2 * WIDTH])
+    gate, up = halves(x)
+    scaled = op("Mul", [gate, parameter("multiplier", np.array(0.4, np.float32))], SHAPE)
+    model = check(model_of([x], [read("y", product(op("Mul", [up, silu_of(scaled)], SHAPE)))]), 1, [],
+                  ["GatedLinear", "Scale"])  # fmt: skip
+    factors = next(n for n in model.graph if n.op_type == "Scale").inputs[1]
+    assert factors is not None and factors.const_value is not None
+    assert factors.const_value.numpy().tolist() == [np.float32(0.4)] * WIDTH + [1] * WIDTH
+
+
 def test_halves_that_others_read_are_kept_for_them() -> None:
     x = value("x", ["batch", "tokens", 2 * WIDTH])
     gate, up = halves(x)

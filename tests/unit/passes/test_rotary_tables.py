@@ -51,6 +51,57 @@ def test_angles_become_tables_shared_by_queries_and_keys() -> None:
         np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
 
 
+def written(x: ir.Value, cos: ir.Value, sin: ir.Value, half: int = 4) -> ir.Value:
+    """``x · cos + (-second half, first half) · sin``, as transformers writes it; angles ``[B, S, 8]``."""
+    heads, axis = parameter(f"{x.name}.heads", np.array([1])), parameter(f"{x.name}.axis", np.array([3]))
+    cuts = {cut: parameter(f"{x.name}.cut{cut}", np.array([cut])) for cut in (0, half, 2**62)}
+    cos, sin = (op("Unsqueeze", [angle, heads], ["batch", 1, "tokens", 8]) for angle in (cos, sin))
+    first, second = (
+        op("Slice", [x, cuts[begin], cuts[end], axis], ["batch", 2, "tokens", 4])
+        for begin, end in ((0, half), (half, 2**62))
+    )
+    crossed = op("Concat", [op("Neg", [second], second.shape), first], HEADS, axis=-1)
+    return op("Add", [op("Mul", [x, cos], HEADS), op("Mul", [crossed, sin], HEADS)], HEADS)
+
+
+def doubled(angle: ir.Value, function: str, *, same: bool = True) -> ir.Value:
+    values = op(function, [angle], ["batch", "tokens", 4])
+    other = values if same else op("Neg", [values], values.shape)
+    return op("Concat", [values, other], ["batch", "tokens", 8], axis=-1)
+
+
+def test_sums_that_turn_halves_are_rotary_embeddings() -> None:
+    """The exporter leaves them where it does not know how angles are made."""
+    q, k = value("q", HEADS), value("k", HEADS)
+    positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    angle = angles(positions, parameter("frequencies", FREQUENCIES))
+    cos, sin = (doubled(angle, name) for name in ("Cos", "Sin"))
+    model = model_of([q, k, positions], [named("y", written(q, cos, sin)), named("z", written(k, cos, sin))])
+    before = run(model, FEEDS)
+    outcome = apply(lowering(model, max_tokens=16), rotary_tables)
+    assert (outcome.matched, outcome.declined) == (2, ())
+    assert operators(model) == ["RotaryEmbedding", "RotaryEmbedding"]
+    table = model.graph.initializers["rotary.cos.0"].const_value
+    assert table is not None and table.shape == ir.Shape([16, 4])
+    after = run(model, FEEDS)
+    for name, wanted in before.items():
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_that_turn_halves_by_other_angles_stay() -> None:
+    q, positions = value("q", HEADS), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    angle = angles(positions, parameter("frequencies", FREQUENCIES))
+    y = written(q, doubled(angle, "Cos"), doubled(angle, "Sin", same=False))
+    model = model_of([q, positions], [named("y", y)])
+    before = operators(model)
+    outcome = apply(lowering(model, max_tokens=16), rotary_tables)
+    assert (outcome.matched, outcome.declined) == (
+        0,
+        ("RotaryEmbedding y: its halves are turned by other angles; computed in every step",),
+    )
+    assert operators(model) == before
+
+
 def test_layers_with_other_frequencies_get_tables_of_their_own() -> None:
     """gemma3 turns its local and its global layers by different angles."""
     q, k = value("q", HEADS), value("k", HEADS)

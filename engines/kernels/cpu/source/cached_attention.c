@@ -1,6 +1,8 @@
 /* CachedAttention: RoPE, the new entries of the KV cache, and attention over the cache, in one operator.
 
-     query [.., .., H*D] float, key and value [.., .., KV*D] float; or all in one, [.., .., (H + 2*KV)*D]
+     query [.., .., H*P] float, key and value [.., .., KV*D] float; or all in one, [.., .., H*P + 2*KV*D]. A head's query is
+       the first D of `query_period` P columns, which are D unless they are given: what follows it, such as a gate, is no
+       concern of this operator
      caches of keys and of values [blocks, KV, T, D]: inputs that are written in place. Float, or with scales [KV, D]
        int8, or int4: uint8 [blocks, KV, T, D / 2], channel 2i in the low half of byte i, 2i + 1 in the high half, each + 8
      offsets [B + 1] int32, starts [B] int32, block table [B, M] int32; cosines and sines [.., R / 2] of RoPE, which turns
@@ -40,7 +42,7 @@ enum { VECTORS = 4, KEYS = LANES * VECTORS, GROUP = 6, DIGITS = 2, DIGIT_QUERIES
 /* Of a unit, whose next one is prefetched; of more its next tile is: 1.03, 1.06 and 1.07 times as fast at 400, 600 and 900
    keys (eight streams of the default model), 1.18 at 8,064 (one of 1.24 billion parameters). */
 enum { FEW_KEYS = 256 };
-enum { LARGEST_HEAD = 512, MOST_HEADS = 1 << 16 };
+enum { LARGEST_HEAD = 512, MOST_HEADS = 1 << 16, MOST_PERIOD = 1 << 16 };
 /* Fewer scores, one for each query and key, than this are computed before another thread has woken up. */
 enum { PARALLEL_SCORES = 4096 };
 
@@ -68,7 +70,7 @@ static const float LARGEST_WEIGHT = (1 << 16) - 1;
 
 typedef struct {
   Base base;
-  int64_t heads, kv_heads, rotary, interleaved, window;
+  int64_t heads, kv_heads, period, rotary, interleaved, window;
   float scale, softcap, epsilon;
   Tensor constants[INPUTS]; /* of RoPE, the scales, the norms and the sinks, where they are */
 } Kernel;
@@ -80,6 +82,7 @@ typedef struct {
   int bits;                         /* of a channel in the cache: 32 (float), 8 or 4 */
   const float *query, *key, *value; /* of the first token */
   int64_t query_stride, key_stride; /* from a token to the next */
+  int64_t period;                   /* of queries, from a head to the next */
   char *key_cache, *value_cache;
   const int32_t *offsets, *starts, *table;
   const float *cosines, *sines, *key_scale, *value_scale, *query_norm, *key_norm, *sinks;
@@ -572,7 +575,8 @@ static void prepare_unit(const Work* w, const Unit* unit, int64_t token, int64_t
   float* rotated = (float*)unit->keys; /* not in use yet */
   const float to_powers_of_two = k->scale * LOG2_E;
   for (int64_t q = 0; q < unit->count; q++) {
-    const float* from = w->query + (token + q / w->group) * w->query_stride + (head * w->group + q % w->group) * D;
+    const int64_t query_head = head * w->group + q % w->group;
+    const float* from = w->query + (token + q / w->group) * w->query_stride + query_head * w->period;
     unit->scales[q] = to_powers_of_two;
     if (has_codes(w)) {
       rotate(w, from, w->query_norm, unit->first + q / w->group, rotated);
@@ -825,15 +829,18 @@ static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
   if (!w->bits || w->D < LANES || w->D % LANES || w->D > LARGEST_HEAD || cache->dims[1] != k->kv_heads || w->T < 1 ||
       (w->M > 1 && w->T % KEYS) || !holds(&in[VALUE_CACHE], cache->type, cache->elements))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of an unsupported shape or type");
-  w->query_stride = k->heads * w->D, w->key_stride = k->kv_heads * w->D;
+  w->period = k->period ? k->period : w->D;
+  if (w->period < w->D)
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: a query has more channels than there are up to the next one");
+  w->query_stride = k->heads * w->period, w->key_stride = k->kv_heads * w->D;
   w->query = query->data, w->key = in[KEY].data, w->value = in[VALUE].data;
   const int packed = !in[KEY].present;
   const int64_t tokens = query->dims[0] * query->dims[1], key_columns = w->key_stride;
-  if (packed) w->query_stride = w->key_stride = (k->heads + 2 * k->kv_heads) * w->D;
+  if (packed) w->query_stride = w->key_stride = k->heads * w->period + 2 * k->kv_heads * w->D;
   if (query->dims[2] != w->query_stride || in[VALUE].present == packed ||
       (!packed && (!holds(&in[KEY], FLOAT, tokens * key_columns) || !holds(&in[VALUE], FLOAT, tokens * key_columns))))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: queries, keys or values of another shape");
-  if (packed && tokens) w->key = w->query + k->heads * w->D, w->value = w->key + key_columns;
+  if (packed && tokens) w->key = w->query + k->heads * w->period, w->value = w->key + key_columns;
   if (has_codes(w) && (!holds(&in[KEY_SCALE], FLOAT, key_columns) || !holds(&in[VALUE_SCALE], FLOAT, key_columns)))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of codes without scales [KV, D]");
   w->key_scale = in[KEY_SCALE].data, w->value_scale = in[VALUE_SCALE].data;
@@ -936,14 +943,15 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   TRY(attribute_int(api, info, "num_heads", &found.heads));
   TRY(attribute_int(api, info, "kv_num_heads", &found.kv_heads));
   TRY(attribute_float(api, info, "scale", &found.scale));
+  found.period = optional_int(api, info, "query_period", 0);
   found.rotary = optional_int(api, info, "do_rotary", 0);
   found.interleaved = optional_int(api, info, "rotary_interleaved", 0);
   found.window = optional_int(api, info, "local_window_size", 0);
   found.softcap = optional_float(api, info, "softcap", 0);
   found.epsilon = optional_float(api, info, "epsilon", 0);
   if (found.kv_heads < 1 || found.heads < 1 || found.heads > MOST_HEADS || found.heads % found.kv_heads ||
-      found.window < 0 || !(found.scale > 0) || !(found.scale <= FLT_MAX) || !(found.softcap >= 0) ||
-      !(found.softcap <= FLT_MAX) || !(found.epsilon >= 0))
+      found.window < 0 || found.period < 0 || found.period > MOST_PERIOD || !(found.scale > 0) ||
+      !(found.scale <= FLT_MAX) || !(found.softcap >= 0) || !(found.softcap <= FLT_MAX) || !(found.epsilon >= 0))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: unsupported heads, scale, window or softcap");
   for (size_t i = COSINES; i < INPUTS; i++) TRY(constant_input(api, info, i, &found.constants[i]));
   return keep_kernel(&found, sizeof found, self);

@@ -1,15 +1,15 @@
 /* GatedNorm: what a recurrence or attention gives is multiplied by an activation of a gate, with an RMSNorm or without.
-   Scale: a product with constants.
+   Scale: a product with constants, and a sum.
 
      x [.., M, X] float, of which the C columns from `x_first` on; C is `channels`, 0: all
      gate [.., M, W] float: C columns, in runs of `run`, of which the first begins at `first` and each other `period` after
-       the one before. It may be x
+       the one before; or one column of all channels, where there is `one`. It may be x
      weight [C] or [group] float, or none
      y [.., M, C]. RMSNorm divides each `group` of channels by sqrt(mean square + epsilon), and multiplies by the weight:
        norm(x) * f(gate) where `norm_first`, else norm(x * f(gate)); x * f(gate) where the group is 0.
        f is SiLU, or the sigmoid where `sigmoid`
 
-     factors [1] or [C] float, x [.., M, C]: y = x * factors */
+     factors [1] or [C] float, x [.., M, C], added [.., M, C] or none: y = x * factors + added, each rounded */
 #include "ort.h"
 #include "vector.h"
 
@@ -20,7 +20,7 @@ typedef struct {
   Base base;
   Kind kind;
   int64_t channels, x_first, first, run, period, group;
-  int sigmoid, norm_first;
+  int sigmoid, norm_first, one;
   float epsilon;
   Tensor constant; /* the weight or the factors, where they are */
 } Kernel;
@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
   const Kernel* kernel;
   int64_t C, X, W, run, group, count; /* count: of the weight or the factors */
-  const float *x, *gate, *weight;
+  const float *x, *gate, *weight, *added;
   float* y;
 } Work;
 
@@ -43,7 +43,8 @@ static float multiply(const Work* w, const float* x, const float* gate, int64_t 
   for (int64_t i = begin; i < end;) {
     const int64_t run = i / w->run, in_run = (run + 1) * w->run - i, left = end - i < in_run ? end - i : in_run;
     const int64_t count = most(left);
-    const F32x16 by = load_first(gate + run * k->period + i % w->run, count), given = load_first(x + i, count);
+    const F32x16 by = k->one ? splat(*gate) : load_first(gate + run * k->period + i % w->run, count);
+    const F32x16 given = load_first(x + i, count);
     const F32x16 product = given * (k->sigmoid ? sigmoid(by) : silu(by)), normed = k->norm_first ? given : product;
     squares = vfma(normed, normed, squares);
     store_first(y + i, product, count);
@@ -79,18 +80,21 @@ static void scale_token(void* state, size_t token) {
   for (int64_t i = 0; i < w->C; i += LANES) {
     const int64_t count = most(w->C - i);
     const F32x16 factors = w->count == 1 ? splat(w->weight[0]) : load_first(w->weight + i, count);
-    store_first(y + i, load_first(x + i, count) * factors, count);
+    F32x16 scaled = load_first(x + i, count) * factors;
+    if (w->added) scaled += load_first(w->added + (int64_t)token * w->C + i, count);
+    store_first(y + i, scaled, count);
   }
 }
 
 static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
   Api api = k->base.api;
-  Tensor x, gate = {0}, weight;
+  Tensor x, gate = {0}, weight, added = {0};
   const int gated = k->kind == GATED_NORM;
   TRY(input(api, context, 0, NULL, &x));
   if (gated) TRY(input(api, context, 1, NULL, &gate));
   TRY(input(api, context, gated ? 2 : 1, &k->constant, &weight));
+  if (!gated) TRY(input(api, context, 2, NULL, &added));
   const int64_t X = x.present && x.rank && x.rank <= MOST_RANK ? x.dims[x.rank - 1] : 0,
                 C = k->channels ? k->channels : X;
   if (X < 1 || x.type != FLOAT || X < C || X - C < k->x_first)
@@ -105,14 +109,17 @@ static Status* compute(void* self, Context* context) {
   w.x = x.elements ? (const float*)x.data + k->x_first : NULL, w.weight = weight.data;
   if (!gated && (!weight.present || weight.type != FLOAT || (weight.elements != 1 && weight.elements != C)))
     return failure(api, ERROR_ARGUMENT, "Scale: factors are not [1] or [C] float");
+  if (added.present && !holds(&added, FLOAT, x.elements))
+    return failure(api, ERROR_ARGUMENT, "Scale: what is added is not of the shape of x");
+  w.added = added.data;
   if (gated) {
-    const int64_t runs = C / w.run;
+    const int64_t runs = k->one ? 1 : C / w.run, width = k->one ? 1 : w.run;
     int64_t end;
     if (C % w.run || C % w.group ||
         (weight.present && (weight.type != FLOAT || (weight.elements != C && weight.elements != w.group))))
       return failure(api, ERROR_ARGUMENT,
                      "GatedNorm: groups or runs that do not divide C, or a weight of another shape");
-    if (__builtin_mul_overflow(runs - 1, k->period, &end) || __builtin_add_overflow(end, k->first + w.run, &end) ||
+    if (__builtin_mul_overflow(runs - 1, k->period, &end) || __builtin_add_overflow(end, k->first + width, &end) ||
         !gate.present || gate.type != FLOAT || !gate.rank || gate.dims[gate.rank - 1] < end ||
         gate.elements / gate.dims[gate.rank - 1] != tokens)
       return failure(api, ERROR_ARGUMENT, "GatedNorm: the gate is not [.., M, W] float, where W has all its columns");
@@ -134,6 +141,7 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   found.period = optional_int(api, info, "period", found.run), found.group = optional_int(api, info, "group", 0);
   found.sigmoid = optional_int(api, info, "sigmoid", 0) != 0;
   found.norm_first = optional_int(api, info, "norm_first", 0) != 0;
+  found.one = optional_int(api, info, "one", 0) != 0;
   found.epsilon = optional_float(api, info, "epsilon", 0);
   if (found.channels < 0 || found.x_first < 0 || found.first < 0 || found.first > INT32_MAX || found.run < 0 ||
       found.run > INT32_MAX || found.period < found.run || found.group < 0 || !(found.epsilon >= 0))
