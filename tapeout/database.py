@@ -26,16 +26,18 @@ class DatabaseError(TapeoutError):
     """A database cannot be opened."""
 
 
-def open_database(url: str, purpose: str) -> Engine:
+def open_database(url: str, purpose: str, *, with_clock: bool = False) -> Engine:
     """``url``: of SQLAlchemy. ``purpose``: what the message calls it. :class:`DatabaseError` for a wrong URL.
 
-    It connects only when it is used.
+    ``with_clock``: one whose clock can be read, see :func:`database_seconds`. It connects only when it is used.
     """
     import sqlalchemy as sa
     from sqlalchemy import event, exc
 
     try:
         name = sa.make_url(url).get_backend_name()
+        if with_clock and name not in ("postgresql", "sqlite"):
+            raise DatabaseError(f"the {purpose} database is {name}", expected="PostgreSQL or SQLite")
         options: dict[str, Any] = {"timeout": STATEMENT_SECONDS} if name == "sqlite" else {}
         engine = sa.create_engine(
             url, connect_args=POSTGRES if name == "postgresql" else options, pool_pre_ping=name != "sqlite"

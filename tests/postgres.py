@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ class Postgres:
 
     def wait(self) -> None:
         import sqlalchemy as sa
+        from sqlalchemy import exc
 
         from tests.waiting import wait_for
 
@@ -51,7 +52,7 @@ class Postgres:
             try:
                 with engine.connect():
                     return True
-            except sa.exc.SQLAlchemyError:
+            except exc.SQLAlchemyError:
                 return False
 
         wait_for(answers, 60)
@@ -59,7 +60,7 @@ class Postgres:
 
 
 @contextmanager
-def running_postgres() -> Iterator[Postgres]:
+def running_postgres() -> Generator[Postgres]:
     programs = _programs()
     if programs is None:
         pytest.skip("no postgres; `apt-get install postgresql`")

@@ -39,7 +39,7 @@ class EngineTable:
     """
 
     def __init__(self, url: str) -> None:
-        self._engine, self._table, self._created = open_database(url, "engines"), _table(), False
+        self._engine, self._table, self._created = open_database(url, "engines", with_clock=True), _table(), False
 
     def write(self, address: str, digest: str, level: str) -> None:
         import sqlalchemy as sa

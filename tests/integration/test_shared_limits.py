@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -60,7 +61,7 @@ def taken(url: str) -> dict[str, float]:
     return found
 
 
-def key(**limits: int) -> ApiKey:
+def key(**limits: Any) -> ApiKey:
     return ApiKey(name="k", hash="0" * 64, **limits)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -112,11 +113,12 @@ def test_a_budget_holds_over_both(gateways: Gateways) -> None:
 
 
 def test_a_rate_holds_over_both(gateways: Gateways) -> None:
+    begin = time.monotonic()
     answers = [gateways.ask(number % 2, "slow", max_tokens=1, min_tokens=1) for number in range(30)]
+    seconds = time.monotonic() - begin
     admitted = [one for one in answers if one.status_code == 200]
     refused = [one for one in answers if one.status_code == 429]
     assert len(admitted) + len(refused) == 30 and refused
-    seconds = sum(one.elapsed.total_seconds() for one in answers)
     # From a full bucket of 20, and one every three seconds; one gateway may hold the last one for a moment.
     assert 19 <= len(admitted) <= 20 + seconds / 3
     assert all(int(one.headers["retry-after-ms"]) > 0 for one in refused)

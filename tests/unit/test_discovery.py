@@ -115,6 +115,8 @@ def test_a_database_that_is_away_is_said_and_addresses_need_a_key(tmp_path: Path
         TableDiscovery(f"sqlite:///{tmp_path}/no/such/folder.db", key).read()
     with pytest.raises(TapeoutError, match="cannot be opened"):
         TableDiscovery("nonsense", key)
+    with pytest.raises(TapeoutError, match="is mysql"):
+        TableDiscovery("mysql://h/x", key)
     url = f"sqlite:///{tmp_path}/fleet.db"
     EngineTable(url).write("tcp:h:1", "d", "l")
     with pytest.raises(SignatureError, match="without a key"):

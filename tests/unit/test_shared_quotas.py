@@ -16,7 +16,7 @@ from runtime.gateway.protocol.errors import ApiError
 from tests.serving_client import LocalClient
 
 
-def key(**limits: int) -> ApiKey:
+def key(**limits: Any) -> ApiKey:
     return ApiKey(name="k", hash="0" * 64, **limits)
 
 

@@ -107,7 +107,7 @@ class LeaseDatabase:
     """``url``: of SQLAlchemy. :class:`tapeout.database.DatabaseError` for a wrong one; it need not answer yet."""
 
     def __init__(self, url: str) -> None:
-        self._engine = open_database(url, "limits")
+        self._engine = open_database(url, "limits", with_clock=True)
         self._limits, self._leases = _tables()
         self._created = False
 
