@@ -120,8 +120,9 @@ def test_events_leave_the_budget_after_the_window() -> None:
 
 
 def test_a_server_counts_what_its_engine_answers() -> None:
-    operations = Operations(LocalClient(), "m", OperationsSettings(slo=SLO))
-    asyncio.run(run_call(operations.metrics.client, operations.extensions.hooks, new=4))
+    client = LocalClient()
+    operations = Operations(client, "m", OperationsSettings(slo=SLO))
+    asyncio.run(run_call(client, operations.extensions.hooks, new=4))
     text = operations.metrics.text().decode()
     assert 'tapeout:slo_events_total{slo="availability"} 1.0' in text
     assert 'tapeout:slo_events_total{slo="itl"} 3.0' in text
