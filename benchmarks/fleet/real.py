@@ -28,7 +28,7 @@ from time import monotonic
 from typing import Any
 
 from runtime.gateway.fleet.client import FleetClient
-from runtime.gateway.fleet.discovery import StaticFile
+from runtime.gateway.fleet.discovery import FromFile
 from runtime.gateway.fleet.replica import Patience
 from runtime.simulation.fleet import WARM, FleetShape, percentile, simulate
 from runtime.simulation.step_lengths import StepLengths, step_lengths
@@ -99,7 +99,7 @@ def _listed(folder: Path, addresses: Sequence[str]) -> Generator[FleetClient]:
     path = folder / "fleet.yaml"
     path.write_text("engines:\n" + "".join(f"  - {address}\n" for address in addresses))
     # A slow machine may take a second for a step: an engine is not to be suspected for that.
-    yield FleetClient(StaticFile(path), folder / "cache", patience=Patience(suspect=10.0))
+    yield FleetClient(FromFile(path), folder / "cache", patience=Patience(suspect=10.0))
 
 
 async def _opened(client: FleetClient, engines: int) -> None:

@@ -17,7 +17,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from pipeline.cli import gateway as gateway_command
 from pipeline.cli.serve_options import HttpOptions
-from runtime.gateway.fleet.discovery import FleetFileError, StaticFile
+from runtime.gateway.fleet.discovery import FleetFileError, FromFile
 from runtime.gateway.operations import objectives
 from runtime.gateway.operations.objectives import ObjectiveEvents
 from runtime.gateway.operations.operations import Operations, OperationsSettings
@@ -120,8 +120,9 @@ def test_events_leave_the_budget_after_the_window() -> None:
 
 
 def test_a_server_counts_what_its_engine_answers() -> None:
-    operations = Operations(LocalClient(), "m", OperationsSettings(slo=SLO))
-    asyncio.run(run_call(operations.metrics.client, operations.extensions.hooks, new=4))
+    client = LocalClient()
+    operations = Operations(client, "m", OperationsSettings(slo=SLO))
+    asyncio.run(run_call(client, operations.extensions.hooks, new=4))
     text = operations.metrics.text().decode()
     assert 'tapeout:slo_events_total{slo="availability"} 1.0' in text
     assert 'tapeout:slo_events_total{slo="itl"} 3.0' in text
@@ -138,7 +139,7 @@ def test_the_section_is_read_from_a_file_that_has_others(tmp_path: Path) -> None
     path.write_text("engines: ['unix:/x']\nslo: {availability: 0.999, itl: {seconds: 0.05}}\n")
     found = read_objectives(path)
     assert found.shares == {"availability": 0.999, "itl": 0.99} and found.ttft is None
-    assert StaticFile(path).read().engines == ("unix:/x",)
+    assert FromFile(path).read().engines == ("unix:/x",)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_what_is_no_objective_is_one_clear_error(tmp_path: Path, section: str) -
         read_objectives(path)
     if section != "slo:":  # which is a fleet without objectives
         with pytest.raises(FleetFileError):
-            StaticFile(path).read()
+            FromFile(path).read()
 
 
 @pytest.mark.parametrize(("section", "own"), [("", False), ("slo: {availability: 0.5}\n", True)])
