@@ -198,7 +198,6 @@ class ExternalConnection(FleetConnection):
         import httpx2
 
         assert self._http is not None, "connect() comes first"
-        stops = request.stop_tokens
         try:
             async with self._http.stream("POST", "completions", json=self._body(request), timeout=None) as response:
                 if response.status_code != 200:
@@ -215,11 +214,7 @@ class ExternalConnection(FleetConnection):
                             raise ArtifactError(
                                 f"{self.name} gives no token ids", expected="a server that knows return_token_ids"
                             )
-                        stopped, reason = choice.get("stop_reason"), choice.get("finish_reason")
-                        # Servers differ in whether the token that stops an answer is among its ids.
-                        if reason == "stop" and isinstance(stopped, int) and stopped in stops and stopped not in ids:
-                            ids = [*ids, stopped]
-                        yield tuple(ids), reason
+                        yield tuple(ids), choice.get("finish_reason")
         except httpx2.HTTPError as error:
             raise EngineDownError(f"{self.name} broke off: {one_line(error)}", remedy=self.remedy) from error
 
