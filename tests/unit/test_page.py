@@ -155,7 +155,7 @@ def test_a_fleet_shows_its_engines_and_a_release_that_is_under_way(
         ReplicaStatus(f"tcp:h:{n}", ReplicaState.READY, "", 0, 0, info, EngineStats())
         for n, info in enumerate([old, old, new])
     ]
-    fleet: Any = SimpleNamespace(plan=None, counts=Counter(), statuses=lambda: statuses)
+    fleet: Any = SimpleNamespace(plan=None, counts=Counter(), replicas_wanted=None, statuses=lambda: statuses)
     with listening(application(client, OperationsSettings(), fleet)) as url:
         page, problems = opened(url, 390)
         playwright.expect(page.locator("#replicas tr")).to_have_count(3)

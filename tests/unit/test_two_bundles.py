@@ -92,7 +92,9 @@ def view(plan: ReleasePlan | None) -> FleetView:
         for n, info in enumerate([INFO, INFO, INFOS[NEW], None])
     ]
     counts = Counter(retries=0, resumptions=0, lost=0)
-    return FleetView(cast(Any, SimpleNamespace(plan=plan, counts=counts, statuses=lambda: statuses)))
+    return FleetView(
+        cast(Any, SimpleNamespace(plan=plan, counts=counts, replicas_wanted=None, statuses=lambda: statuses))
+    )
 
 
 def test_a_release_is_shown_in_words() -> None:
