@@ -31,6 +31,8 @@ def fleet() -> None:
     `tapeout fleet up fleet.yaml` then answers at http://127.0.0.1:8000/v1. Ray carries no requests and no tokens. It
     takes `pip install "tapeout[fleet]"`. Without Ray, `tapeout fleet run fleet.yaml` does the same on one machine, or
     run `tapeout engine` and `tapeout gateway` by any other means. `tapeout fleet release` needs no Ray.
+
+    Example: `tapeout fleet up fleet.yaml`
     """
 
 
