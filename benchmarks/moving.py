@@ -25,7 +25,7 @@ from runtime.engine import worker
 from runtime.engine.moving import sending
 from runtime.gateway.engines.remote import RemoteEngine
 from runtime.gateway.fleet.client import FleetClient
-from runtime.gateway.fleet.discovery import StaticFile
+from runtime.gateway.fleet.discovery import FromFile
 from runtime.wire.address import Address
 from runtime.wire.messages import Delta, GenerateRequest
 from runtime.wire.start import EngineSettings, Start
@@ -172,7 +172,7 @@ async def _drain(bundle: Path) -> Drained:
         (folder / "key").write_bytes(KEY)
         async with _engines(bundle, folder, WAYS[0]) as addresses:
             _list(folder, addresses[:1])
-            client = FleetClient(StaticFile(folder / "fleet.yaml"), folder / "cache")
+            client = FleetClient(FromFile(folder / "fleet.yaml"), folder / "cache")
             await client.open()
             try:
                 wanted = await asyncio.gather(*[_stream(client, f"e{number}", number) for number in range(STREAMS)])

@@ -125,7 +125,7 @@ class ServingReport(EvidenceRecord):
 
     artifact_type: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
     parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
