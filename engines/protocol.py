@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,3 +120,20 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class MovesBlocks(Protocol):
+    """An engine whose blocks of paged state can be moved to another one of the same bundle and processor level.
+
+    A block's content is ``block_bytes`` long: that of all layers, in the order of the bundle's state. Neither call
+    changes the state of other blocks, and both are made between steps.
+    """
+
+    def read_block(self, block: int, content: memoryview) -> None:
+        """Copy what a block holds to ``content``."""
+        ...
+
+    def write_block(self, block: int, content: memoryview) -> None:
+        """A block holds ``content`` from now on, which :meth:`read_block` of such an engine has given."""
+        ...

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engines.protocol import Engine, EngineCapabilities, Entry, FloatArray, Result, TokenArray, Wanted
+from engines.protocol import Engine, EngineCapabilities, Entry, FloatArray, MovesBlocks, Result, TokenArray, Wanted
 from engines.sequence_state import SequenceState
 from engines.state_slots import UNKNOWN
 from tapeout.errors import RequestError
@@ -59,6 +59,8 @@ class Sequences:
             )
         self.engine, self.slots = engine, room_for(has, self.max_tokens) if slots is None else slots
         self.digest, self.vocab_size = engine.digest, has.vocab_size
+        movable = has.blocks and has.shares_blocks and not has.slots
+        self._mover = engine if movable and isinstance(engine, MovesBlocks) else None
         self._tables = [range(slot * each, (slot + 1) * each) if has.blocks else () for slot in range(self.slots)]
         copies = range(self.slots, has.slots)
         self._states = [
@@ -107,8 +109,34 @@ class Sequences:
             raise RequestError(f"copy of {length} positions", expected=f"at most {self.max_tokens}")
         self._copy(source, target, length, 0)
 
+    @property
+    def moves_blocks(self) -> bool:
+        """Full blocks are all that a sequence needs to go on in another engine of this bundle."""
+        return self._mover is not None
+
+    def read_blocks(self, slot: int, count: int) -> list[bytes]:
+        """What the first blocks of a slot hold, which must be full. For :meth:`write_blocks` of another engine."""
+        found, mover = list[bytes](), self._required_mover(slot)
+        for block in self._tables[slot][:count]:
+            content = bytearray(self.engine.capabilities.block_bytes)
+            mover.read_block(block, memoryview(content))
+            found.append(bytes(content))
+        return found
+
+    def write_blocks(self, slot: int, blocks: Sequence[bytes]) -> None:
+        """A slot begins with these blocks from now on; what it held behind them is lost."""
+        mover = self._required_mover(slot)
+        for block, content in zip(self._tables[slot], blocks, strict=False):
+            mover.write_block(block, memoryview(content))
+
     def close(self) -> None:
         self.engine.close()
+
+    def _required_mover(self, slot: int) -> MovesBlocks:
+        self._require_slots(slot, 1)
+        if self._mover is None:
+            raise RequestError("blocks of this engine cannot be moved", expected="paged state without other state")
+        return self._mover
 
     def _copy(self, source: int, target: int, length: int, first_block: int) -> None:
         """Copy what the blocks from ``first_block`` on hold of the first ``length`` positions, and recurrent state."""

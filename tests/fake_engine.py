@@ -88,6 +88,14 @@ class HistoryEngine:
         assert None not in self.held[source][:tokens], "copies positions that were never written"
         self.held[target][:tokens] = self.held[source][:tokens]
 
+    def read_block(self, block: int, content: memoryview) -> None:
+        held = [token for token in self.held[block] if token is not None]
+        assert len(held) == len(content), "reads positions that were never written"
+        content[:] = bytes(held)
+
+    def write_block(self, block: int, content: memoryview) -> None:
+        self.held[block][:] = list(content)
+
     def copy_state(self, source: int, target: int) -> None:
         NO_SLOTS.copy(source, target)
 

@@ -92,6 +92,7 @@ def open_faulty(folder: Path, _: EngineSettings) -> Opened:
         stop_tokens=frozenset({STOP}),
         files={path.name: sha256_file(path) for path in Path(bundle.folder).iterdir()} if bundle.folder else {},
         level=bundle.level,
+        moves_blocks=True,
     )
     return Opened(engine, info, folder=Path(bundle.folder))
 

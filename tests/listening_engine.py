@@ -10,9 +10,10 @@ from pathlib import Path
 
 from pipeline.cli.engine import serve
 from runtime.engine import worker
+from runtime.engine.opening import open_bundle
 from runtime.wire.address import Address, read_key
 from runtime.wire.limits import Limits
-from runtime.wire.start import Start
+from runtime.wire.start import EngineSettings, Start
 from tapeout.errors import ArtifactError
 from tests.faulty_engine import Faulty, open_faulty
 
@@ -22,14 +23,18 @@ UNJUDGED = "unjudged"  # a source that may not be served
 
 
 class ListeningEngine:
-    """Its process. ``address``: where it listens, which stays when it is started again."""
+    """Its process. ``address``: where it listens, which stays when it is started again. ``bundle``: also a folder."""
 
     def __init__(
-        self, folder: Path, bundle: Faulty | None = None, limits: Limits | None = None, address: str = "tcp:127.0.0.1:0"
+        self,
+        folder: Path,
+        bundle: Faulty | Path | None = None,
+        limits: Limits | None = None,
+        address: str = "tcp:127.0.0.1:0",
     ) -> None:
         self.address, self.key = address, folder / "key"
         self.key.write_bytes(KEY + b"\n")
-        self._start = Start(str(bundle or Faulty()), limits=limits or Limits())
+        self._start = Start(str(bundle or Faulty()), EngineSettings(threads=1), limits or Limits())
         self.process = self._started()
 
     def again(self) -> None:
@@ -64,7 +69,8 @@ def main() -> None:
             raise ArtifactError("it has no evidence for this level", expected="a PASS")
         return replace(first, bundle=source)
 
-    serve(first, start, partial(worker.listen, listener=listener, key=key, opener=open_faulty))
+    opener = open_faulty if first.bundle.startswith("{") else open_bundle
+    serve(first, start, partial(worker.listen, listener=listener, key=key, opener=opener))
 
 
 if __name__ == "__main__":

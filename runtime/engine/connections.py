@@ -11,11 +11,14 @@ import logging
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
+from runtime.engine.block_store import BlockStore
+from runtime.engine.moving.moves import BlockMoves
+from runtime.engine.moving.sending import BlockSender
 from runtime.engine.routing import RoutingReports, RoutingWatcher
 from runtime.wire.codec import Message, WireError
 from runtime.wire.failures import Failure
@@ -26,6 +29,7 @@ from runtime.wire.messages import (
     Close,
     EngineInfo,
     EngineStats,
+    FetchState,
     FilePart,
     Heartbeat,
     Leaving,
@@ -43,6 +47,7 @@ GREETING_SECONDS = 5.0  # that it has to prove its key
 MOST_STRANGERS = 16  # connections that have not
 RECEIVE_BYTES = 1 << 18
 BEAT_SECONDS = 0.25  # without a report, after which servers hear that the engine's process runs
+MOST_FETCHING = 16  # engines that fetch blocks at once
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +56,7 @@ class _ServerEnd:
     def __init__(self, end: socket.socket, key: bytes) -> None:
         self.socket, self.since, self.answered = end, monotonic(), False
         self.watcher = RoutingWatcher()
+        self.sender: BlockSender | None = None  # of an engine that fetches blocks
         self._session = Session("engine", key)
         self._sending = threading.Lock()  # frames are numbered, and must not mix
         self._sent_at = monotonic()
@@ -76,8 +82,11 @@ class _ServerEnd:
             self._sent_at = monotonic()
 
     def beat(self) -> None:
-        """From any thread. Nothing where a report is on its way or was just sent, or the server reads nothing."""
-        if monotonic() - self._sent_at < BEAT_SECONDS or not self._sending.acquire(blocking=False):
+        """From any thread. Nothing where a report is on its way or was just sent, or the server reads nothing.
+
+        Nor for an engine that fetches blocks.
+        """
+        if self.sender or monotonic() - self._sent_at < BEAT_SECONDS or not self._sending.acquire(blocking=False):
             return
         try:
             room = select.poll()
@@ -97,6 +106,12 @@ class _ServerEnd:
         with self._sending:
             self.socket.close()
 
+    def fetch(self, message: FetchState, info: EngineInfo, store: BlockStore, room: Callable[[], None]) -> None:
+        """The other end is an engine, and gets blocks instead of reports from now on."""
+        if self.sender is None:
+            self.sender = BlockSender(self.socket, self.send, info.digest, info.level, room)
+        self.sender.ask(message, store)
+
     def _flush(self) -> None:
         if self._session.outgoing:
             self.socket.sendall(self._session.outgoing)
@@ -106,7 +121,8 @@ class _ServerEnd:
 class Connections:
     """``answer``: what each server hears first, once it is known. ``folder``: of the files that the answer names.
 
-    ``ends``: connected sockets. ``listener``: where servers with the same ``key`` connect; they come and go.
+    ``ends``: connected sockets. ``listener``: where servers with the same ``key`` connect; they come and go. Engines
+    that fetch blocks connect there, too, once there is something to :meth:`offer`.
     """
 
     def __init__(
@@ -126,6 +142,8 @@ class Connections:
         self.answered = False  # a server has heard the answer
         self.quiet = False  # nothing came while the last receive waited
         self.reopen: Reopen | None = None  # which a server has asked for
+        self._store: BlockStore | None = None
+        self._moves: BlockMoves | None = None
         self._arrived = select.poll()
         if listener is not None:
             listener.setblocking(False)
@@ -143,6 +161,16 @@ class Connections:
         """A server has more to hear than the last report had room for."""
         return any(connection.watcher.behind for connection in self._open.values())
 
+    @property
+    def senders(self) -> list[BlockSender]:
+        """Of the engines that fetch blocks."""
+        return [found for connection in self._open.values() if (found := connection.sender) is not None]
+
+    def offer(self, store: BlockStore, moves: BlockMoves) -> None:
+        """Send blocks to engines that ask for them, and stop waiting where blocks can be copied."""
+        self._store, self._moves = store, moves
+        self._arrived.register(moves.wake, select.POLLIN)
+
     def waiting(self) -> bool:
         """There is something to receive."""
         return bool(self._abandoned or self._arrived.poll(0))
@@ -156,6 +184,8 @@ class Connections:
                 connection = self._open.get(descriptor)
                 if connection is not None:
                     found += self._read(connection)
+                elif self._moves is not None and descriptor == self._moves.wake:
+                    self._moves.awake()
                 else:
                     self._accept()
             events = self._arrived.poll(0)
@@ -168,7 +198,7 @@ class Connections:
     def send(self, report: StepReport, routing: RoutingReports) -> None:
         """To each server the part of a report that concerns it, and how it may route where it has asked for that."""
         self._stats, owners = report.stats, self._owners
-        known = [connection for connection in self._open.values() if connection.answered]
+        known = [connection for connection in self._open.values() if connection.answered and not connection.sender]
         reports = iter(routing.next([connection.watcher for connection in known if connection.watcher.asks]))
         for connection in known:
             part = report if len(known) == 1 else self._part_of(report, connection)
@@ -210,6 +240,8 @@ class Connections:
                     connection.watcher.begin(message.turn)
                 elif isinstance(message, Reopen):
                     self._leave(message)
+                elif isinstance(message, FetchState):
+                    self._fetch(connection, message)
                 elif isinstance(message, Close):
                     self._drop(connection)
                     return
@@ -244,6 +276,13 @@ class Connections:
         error = RequestError(f"request {id} is there already", expected="an id of its own")
         connection.send(StepReport((), self._stats, (RefusedRequest(id, error),)))
         return False
+
+    def _fetch(self, connection: _ServerEnd, message: FetchState) -> None:
+        if self._store is None or self._moves is None or not isinstance(self._answer, EngineInfo):
+            raise WireError("a request for state", expected="a command that this engine takes")
+        if connection.sender is None and len(self.senders) >= MOST_FETCHING:
+            raise WireError(f"more than {MOST_FETCHING} engines fetch blocks", expected="fewer at once")
+        connection.fetch(message, self._answer, self._store, self._moves.notify)
 
     def _file_part(self, command: ReadFile) -> FilePart:
         files = self._answer.files if isinstance(self._answer, EngineInfo) else {}
@@ -296,6 +335,8 @@ class Connections:
         if error is not None:
             log.warning("the connection of a server is closed: %s", error)
         self._arrived.unregister(connection.socket)
+        if connection.sender is not None:
+            connection.sender.close()  # first: its thread may be about to send
         connection.close()
         mine = [id for id, owner in self._owners.items() if owner is connection]
         for id in mine:

@@ -16,6 +16,7 @@ from time import monotonic
 
 from engines.kernels.serving import Clipping, Clippings
 from engines.protocol import Engine, Entry, FloatArray, Result, Wanted
+from runtime.engine.block_store import BlockStore
 from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.cache.paged import PagedState
 from runtime.engine.cache.recurrent import RecurrentState
@@ -28,6 +29,7 @@ from runtime.engine.work import Work, WorkResult
 from runtime.wire.limits import DisplacedError, Limits
 from runtime.wire.messages import (
     Delta,
+    EngineLoad,
     EngineStats,
     FinishReason,
     GenerateRequest,
@@ -98,7 +100,8 @@ class EngineCore:
         self._recurrent = RecurrentState(BlockPool(has.slots), has.block_tokens, has.snapshot_tokens)
         kinds = [kind for kind in (self._paged, self._recurrent) if kind.pool.blocks]
         self.scheduler = Scheduler(SequenceCache(kinds, has.block_tokens, has.max_tokens), limits)
-        self.routing = RoutingReports(self._paged.pool, self._recurrent.pool, self.scheduler.load)
+        self.blocks = BlockStore(engine, self._paged.pool)
+        self.routing = RoutingReports(self._paged.pool, self._recurrent.pool, self.load)
         self._sampler = sampler or BatchSampler(has.vocab_size)
         self._clippings, self._clipped = clippings, clippings()
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
@@ -168,6 +171,9 @@ class EngineCore:
         self._refusals.clear()
         return report
 
+    def load(self) -> EngineLoad:
+        return self.scheduler.load()._replace(fetch_seconds=self.blocks.fetch_seconds)
+
     def stats(self) -> EngineStats:
         scheduler, blocks, slots = self.scheduler, self._paged.pool, self._recurrent.pool
         if not scheduler.running or self._steps % CLIPPING_STEPS == 0:
@@ -201,6 +207,9 @@ class EngineCore:
             slots_held=slots.held,
             slots_cached=slots.cached,
             prefix_lost=self._prefix_lost,
+            blocks_fetched=self.blocks.fetched,
+            blocks_sent=self.blocks.sent,
+            fetches_failed=self.blocks.failed,
         )
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ Opener = Callable[[Path, EngineSettings], Opened]
 def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
     from engines.bundle import EngineBundle
     from engines.load import at_level, find_target, load
+    from engines.protocol import MovesBlocks
     from tapeout import artifact
 
     bundle = artifact.load_record(folder, EngineBundle)
@@ -78,6 +79,7 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
         threads=has.threads,
         files={name: file.sha256 for name, file in bundle.files.items() if Path(name).suffix in TEXT},
         level=here.record.hardware[0].level,
+        moves_blocks=isinstance(engine, MovesBlocks) and not has.slots,
     )
     tokenizer = folder / "tokenizer.json"
     text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None

@@ -24,16 +24,18 @@ from pathlib import Path
 from runtime.constraints.compiler import ConstraintCompiler
 from runtime.engine.connections import BEAT_SECONDS, Connections
 from runtime.engine.core import EngineCore
+from runtime.engine.moving.moves import BlockMoves
 from runtime.engine.opening import Opened, Opener, open_bundle
 from runtime.engine.sampling import BatchSampler
 from runtime.engine.shared_cores import SharedCores
 from runtime.wire.failures import Failure
-from runtime.wire.messages import Add, Cancel, Reopen
+from runtime.wire.messages import Reopen
 from runtime.wire.start import Start
 from tapeout.cores import keep_to
 from tapeout.errors import RequestError, TapeoutError
 
 IDLE_MS = 500  # between two reports of an idle engine
+FETCHING_MS = 50  # between two looks at a fetch that brings nothing
 EXIT_ORPHANED = 3
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -76,7 +78,7 @@ def listen(
     ended = threading.Event()
     threading.Thread(target=_beat, args=(connections, ended), name="heartbeat", daemon=True).start()
     try:
-        _run(opened, start, SharedCores(threads=0), connections)
+        _run(opened, start, SharedCores(threads=0), connections, key)
     except KeyboardInterrupt:
         return None
     finally:
@@ -85,40 +87,51 @@ def listen(
     return connections.reopen
 
 
-def _run(opened: Opened, start: Start, cores: SharedCores, connections: Connections) -> None:
+def _run(opened: Opened, start: Start, cores: SharedCores, connections: Connections, key: bytes = b"") -> None:
     info, compiler = opened.info, None
     if opened.tokenizer is not None:
         compiler = ConstraintCompiler(opened.tokenizer, info.vocab_size, info.stop_tokens)
     sampler = BatchSampler(info.vocab_size, compiler, opened.kernel)
     core = EngineCore(opened.engine, start.limits, sampler, opened.clippings)
     gc.freeze()  # what was imported and opened stays: the collector need not look at it again
+    moves = BlockMoves(core, info, key)
+    connections.offer(core.blocks, moves)
     try:
-        serve(connections, core, compiler, cores)
+        serve(connections, core, compiler, cores, moves)
     finally:
         connections.close()
+        moves.close()
         core.close()
 
 
-def serve(connections: Connections, core: EngineCore, compiler: ConstraintCompiler | None, cores: SharedCores) -> None:
+def serve(
+    connections: Connections,
+    core: EngineCore,
+    compiler: ConstraintCompiler | None,
+    cores: SharedCores,
+    moves: BlockMoves,
+) -> None:
     """While there are connections. ``compiler``: is loaded once nobody has asked for anything for a while.
 
     An engine that is asked to open another bundle first ends its requests, as long as it was given for that.
     """
-    loaded, leave_at = compiler is None, math.inf
+    loaded, leave_at, moving, reported = compiler is None, math.inf, False, 0.0
     while not connections.ended:
         if connections.reopen is not None:
             leave_at = min(leave_at, time.monotonic() + connections.reopen.drain_seconds)
-            if time.monotonic() >= leave_at or (connections.quiet and not core.busy):
+            if time.monotonic() >= leave_at or (connections.quiet and not (core.busy or moves.waiting)):
                 return  # quiet: what servers had sent before they heard of it has come
-        while not core.busy and not connections.waiting() and core.prepare():
+        # To make memory ready takes as long as to copy a block, which somebody waits for.
+        while not (core.busy or moves.waiting or connections.waiting()) and core.prepare():
             pass
-        for command in connections.receive(0 if core.busy or connections.behind else IDLE_MS):
-            match command:
-                case Add():
-                    core.add(command.request, time.monotonic() - command.age)
-                case Cancel():
-                    core.cancel(command.id)
-        if compiler is not None and connections.quiet and not (loaded or core.busy):
+        patience = FETCHING_MS if moves.waiting else IDLE_MS
+        commands = connections.receive(0 if core.busy or connections.behind or moving else patience)
+        for command in commands:
+            moves.take(command)
+        moving = moves.work(connections.senders)
+        if moving and not (core.busy or commands) and time.monotonic() < reported + IDLE_MS / 2000:
+            continue  # nobody needs a report for each block
+        if compiler is not None and connections.quiet and not (loaded or core.busy or moving or moves.waiting):
             # Else the first request with a constraint would wait for it, and everybody else with it.
             with suppress(RequestError):  # requests with constraints will be told
                 compiler.load()
@@ -129,6 +142,7 @@ def serve(connections: Connections, core: EngineCore, compiler: ConstraintCompil
         else:
             report = core.report()
         connections.send(report, core.routing)
+        reported = time.monotonic()
         if core.busy:
             core.prepare()
 

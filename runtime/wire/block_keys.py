@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from struct import Struct
+from zlib import crc32
 
 
 def block_keys(
@@ -26,3 +27,11 @@ def block_keys(
         previous = sha256(previous + pack(*tokens[start : start + block_tokens])).digest()
         keys.append(previous)
     return keys
+
+
+def checksum(key: bytes, digest: str, level: str, content: bytes | memoryview) -> int:
+    """Of what state of this key an engine of this bundle and processor level has sent: another one does not fit.
+
+    CRC-32: 0.13 ms for 737 KB, blake2b 0.7. Between machines each frame has a keyed MAC as well.
+    """
+    return crc32(content, crc32(key + f"{digest} {level}".encode()))

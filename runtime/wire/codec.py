@@ -16,11 +16,13 @@ from runtime.wire.messages import (
     Close,
     Command,
     EngineInfo,
+    FetchState,
     FilePart,
     Heartbeat,
     Leaving,
     ReadFile,
     Reopen,
+    StatePart,
     StepReport,
     WatchBlocks,
 )
@@ -48,11 +50,11 @@ class Proof(msgspec.Struct, frozen=True, array_like=True):
     hmac: bytes
 
 
-Message = Hello | Proof | Failure | EngineInfo | StepReport | FilePart | Heartbeat | Leaving | Command
+Message = Hello | Proof | Failure | EngineInfo | StepReport | FilePart | Heartbeat | Leaving | StatePart | Command
 # The byte that stands for a message is its place here.
 _MESSAGES = (
     *(Hello, Proof, Failure, EngineInfo, StepReport, FilePart, Add, Cancel, Close, ReadFile, WatchBlocks),
-    *(Heartbeat, Leaving, Reopen),
+    *(Heartbeat, Leaving, Reopen, FetchState, StatePart),
 )
 
 

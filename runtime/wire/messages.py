@@ -23,6 +23,8 @@ ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "gramm
 # begin alike could only mislead a choice; that any do in a fleet of 2**24 blocks has a chance of 2**-81.
 KEY_BYTES = 16
 MOST_KEYS = 4096  # that came, and as many that went, in one report
+WHOLE_KEY_BYTES = 32  # where state is found by it
+MOST_STATE_BYTES = 1 << 27  # of one block or snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class EngineInfo:
     files: Mapping[str, str] = field(default_factory=dict[str, str])  # sha256 by name: of text files of the bundle
     level: str = ""  # of the processor, that the native kernels are built for; empty without such kernels
     notice: str = ""  # why the bundle that it was last told to open is not open
+    moves_blocks: bool = False  # its blocks can be fetched by an engine of the same bundle and level
 
 
 class EngineStats(NamedTuple):
@@ -184,6 +187,9 @@ class EngineStats(NamedTuple):
     slots_held: int = 0
     slots_cached: int = 0
     prefix_lost: int = 0  # prompt tokens that were computed for want of a snapshot
+    blocks_fetched: int = 0  # from other engines
+    blocks_sent: int = 0  # to other engines
+    fetches_failed: int = 0  # that ended before all blocks came, which were computed then
 
 
 class RefusedRequest(NamedTuple):
@@ -208,7 +214,8 @@ class EngineLoad(NamedTuple):
     those left out that the cache has. ``decodes``: running requests that feed one token a step.
 
     A step of ``chunk_tokens`` prompt tokens takes ``decode_seconds`` and ``prompt_seconds`` for each of them; all are 0
-    until they were measured. ``answer_tokens``: of a usual response; 0 before any.
+    until they were measured. ``answer_tokens``: of a usual response; 0 before any. ``fetch_seconds``: to fetch a block
+    from another engine; 0 where it cannot.
     """
 
     backlog_tokens: int = 0
@@ -220,6 +227,7 @@ class EngineLoad(NamedTuple):
     prompt_seconds: Seconds = 0.0
     decode_seconds: Seconds = 0.0
     answer_tokens: int = 0
+    fetch_seconds: Seconds = 0.0
 
 
 class RoutingReport(NamedTuple):
@@ -252,10 +260,15 @@ class StepReport(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Commands to the engine's process. ``age``: seconds from the request's arrival until this was sent."""
+    """Commands to the engine's process. ``age``: seconds from the request's arrival until this was sent.
+
+    ``source``: the address of another engine that has blocks of the request's prompt and answer so far, which this one
+    may fetch rather than compute; none if empty.
+    """
 
     request: GenerateRequest
     age: Seconds
+    source: str = ""
 
 
 class Cancel(NamedTuple):
@@ -311,4 +324,51 @@ class Heartbeat(NamedTuple):
 
 
 PART_BYTES = 1 << 20
-Command = Add | Cancel | Close | ReadFile | Reopen | WatchBlocks
+
+# What passes between two engines. One that fetches connects to the other as a server does, and hears the same answer
+# first, so it knows the bundle and the level of the other before it asks.
+
+MovedKind = Literal["paged", "recurrent"]
+
+
+SHARED_HEAD_BYTES = 4096
+
+
+class SharedPlace(NamedTuple):
+    """Memory of the engine that asks, for one that runs on the same machine: a ``memfd`` of the process ``pid``.
+
+    It begins with the bytes ``mark``. There is room for whole blocks from the byte :data:`SHARED_HEAD_BYTES` on.
+    """
+
+    pid: int
+    descriptor: int
+    mark: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class FetchState(NamedTuple):
+    """Asks for state by whole keys (:mod:`runtime.wire.block_keys`), one after another, those of one chain in order.
+
+    ``kind``: blocks of paged state, or slots of recurrent state, which no engine sends yet: it refuses. ``place``: in
+    shared memory, of the first key, counted in blocks.
+    """
+
+    kind: MovedKind
+    keys: Annotated[bytes, Meta(max_length=MOST_KEYS * WHOLE_KEY_BYTES)]
+    shared: SharedPlace | None = None
+    place: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+
+
+class StatePart(NamedTuple):
+    """The answer, one for each key, in order. ``found``: there is state of this key.
+
+    ``checksum``: :func:`runtime.wire.block_keys.checksum`. ``content``: empty where it was written to shared memory.
+    """
+
+    key: Annotated[bytes, Meta(min_length=WHOLE_KEY_BYTES, max_length=WHOLE_KEY_BYTES)]
+    found: bool
+    shared: bool = False
+    checksum: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
+    content: Annotated[bytes, Meta(max_length=MOST_STATE_BYTES)] = b""
+
+
+Command = Add | Cancel | Close | ReadFile | Reopen | WatchBlocks | FetchState

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -125,15 +126,20 @@ def test_an_engine_that_was_started_again_has_nothing_until_it_says_so(
 def test_an_engine_that_is_listed_again_while_it_drains_is_routed_to(
     engines: list[ListeningEngine], tmp_path: Path
 ) -> None:
-    """There are two connections to it then. Planted: the end of the first one takes the engine from the router."""
+    """There are two connections to it then. Planted: the end of the first one takes the engine from the router.
+
+    The other engine is of another level, so that the request stays where it is.
+    """
+    engines.append(ListeningEngine(tmp_path, replace(BUNDLE, level="v3"), address=f"unix:{tmp_path}/other"))
 
     async def test() -> None:
-        both, there = engines[:2], session_at(engines[0].address, [e.address for e in engines[:2]])
+        both = [engines[0], engines[-1]]
+        there = session_at(engines[0].address, [engine.address for engine in both])
         async with connected(tmp_path, both) as client:
             await until(lambda: all_ready(client))
             running = asyncio.ensure_future(_all(client, _long([1, 2]), there))
             await until(lambda: client.statuses()[0].own == 1)
-            write_list(tmp_path, [engines[1].address])
+            write_list(tmp_path, [both[1].address])
             await until(lambda: "draining" in [status.state.value for status in client.statuses()])
             write_list(tmp_path, [engine.address for engine in both])
             await until(lambda: [s.state.value for s in client.statuses()] == ["ready", "ready", "draining"])

@@ -257,6 +257,7 @@ def serve(made: Made, wrap: Callable[[Engine], Sequences]) -> dict[str, Check]:
         max_running=max(item.batch for item in items if item.path == "running"),
         step_tokens=256,
         draft_tokens=8,
+        moved_tokens=max((item.last for item in items if item.path == "moved"), default=0),
         items=len(items),
         draws=made.draws,
         pressure=made.pressure,

@@ -161,7 +161,7 @@ def served_items() -> tuple[ServedItem, ...]:
         for path in ("running", "joining", "resumed", "drafts")
         for size in (1, 2)
     ]
-    return (*both, *full, *sizes, served("generation", 0, float_kl_sum=None), served("reopened", 1))
+    return (*both, *full, *sizes, served("generation", 0, float_kl_sum=None), served("reopened", 1), served("moved", 1))
 
 
 def source_items(n: int = 30, kl: float = 1e-7) -> tuple[SourceItem, ...]:
@@ -287,6 +287,7 @@ def make(
         max_running=2,
         step_tokens=256,
         draft_tokens=8,
+        moved_tokens=16,
         items=len(served_items()),
         draws=tuple(Draws(settings=name, draws=32, differ=0) for name in DRAWN),
         pressure=pressure(),
@@ -758,6 +759,7 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
         "no finite error of the",
     ),
     "no path": (with_served(lambda i: i.path != "copy"), "ServingReport has nothing on the path 'copy'"),
+    "nothing moved": (with_served(lambda i: i.path != "moved"), "ServingReport has nothing on the path 'moved'"),
     "no slot": (
         with_served(lambda i: (i.path, i.slot) != ("reuse", 1)),
         "ServingReport has nothing of slots 1 on the path 'reuse'",

@@ -29,10 +29,10 @@ names = st.text("abcdef", min_size=1, max_size=4)
 class Told:
     """A router, and engines that say what a test wants."""
 
-    def __init__(self, *engines: str) -> None:
+    def __init__(self, *engines: str, kind: str = "") -> None:
         self.router, self.turns, self.numbers = FleetRouter(), dict[str, int](), Counter[str]()
         for engine in engines:
-            self.turns[engine] = self.router.join(engine, BLOCK)
+            self.turns[engine] = self.router.join(engine, BLOCK, kind)
 
     def say(self, engine: str, load: EngineLoad = IDLE, keys: list[bytes] | None = None, received: int = 0) -> None:
         published = b"".join(key[:KEY_BYTES] for key in keys or ())
@@ -72,6 +72,39 @@ def test_a_prefix_of_another_salt_and_a_scored_prompt_are_computed_everywhere() 
     assert told.order(request()) == ["a", "b"]
     for other in (request(salt=b"other"), request(scored=True)):
         assert {option.tokens for option in told.router.choose(other, ["a", "b"])} == {len(PROMPT)}
+
+
+FETCHES = IDLE._replace(fetch_seconds=0.0005)
+
+
+def test_a_free_engine_fetches_what_a_busy_one_has() -> None:
+    """Planted: a fetch that costs nothing, so that blocks leave an idle engine, or one from the engine itself."""
+    told = Told("a", "b", "c", kind="digest v4")
+    told.say("a", FETCHES, block_keys(PROMPT, BLOCK))
+    told.say("b", FETCHES, block_keys(PROMPT, BLOCK)[:4])
+    told.say("c", FETCHES._replace(fetch_seconds=0.01))
+    best = told.router.choose(request(), ["a", "b", "c"])
+    assert (best[0].engine, best[0].source, best[0].tokens) == ("a", "", 1), "it is not busy"
+    assert (best[1].engine, best[1].source, best[1].tokens) == ("b", "a", 1)
+    assert (best[2].engine, best[2].source, best[2].tokens) == ("c", "", len(PROMPT)), "its link is too slow"
+    told.say("a", FETCHES._replace(backlog_tokens=60))
+    assert not any(option.source for option in told.router.choose(request(), ["a", "b", "c"])), (
+        "it answers after a step"
+    )
+    told.say("a", FETCHES._replace(backlog_tokens=60, chunk_tokens=4))
+    assert told.router.choose(request(), ["a", "b", "c"])[0].source == "a"
+    scored = told.router.choose(request(scored=True), ["a", "b", "c"])
+    assert not any(option.source for option in scored)
+
+
+def test_blocks_do_not_move_between_engines_of_other_kinds() -> None:
+    for kinds in (("digest v4", "digest v3"), ("", "")):
+        told = Told()
+        for engine, kind in zip("ab", kinds, strict=True):
+            told.turns[engine] = told.router.join(engine, BLOCK, kind)
+        told.say("a", FETCHES._replace(backlog_tokens=500), block_keys(PROMPT, BLOCK))
+        told.say("b", FETCHES)
+        assert [option.source for option in told.router.choose(request(), ["a", "b"])] == ["", ""]
 
 
 def test_a_faster_engine_takes_more_without_weights() -> None:

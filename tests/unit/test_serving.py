@@ -58,6 +58,7 @@ def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max
         max_running=slots,
         step_tokens=256,
         draft_tokens=0,
+        moved_tokens=0,
         items=len(found.items),
         draws=(),
         pressure=report.record.pressure,

@@ -28,6 +28,7 @@ from runtime.wire.messages import (
     EngineInfo,
     EngineLoad,
     EngineStats,
+    FetchState,
     FilePart,
     GenerateRequest,
     Heartbeat,
@@ -38,6 +39,8 @@ from runtime.wire.messages import (
     Reopen,
     RoutingReport,
     SamplingSettings,
+    SharedPlace,
+    StatePart,
     StepReport,
     TokenLogprobs,
     WatchBlocks,
@@ -110,24 +113,29 @@ infos = st.builds(
     server_cores=st.frozensets(st.integers(0, 500), max_size=5),
     files=st.dictionaries(texts, texts, max_size=3),
     level=texts,
+    moves_blocks=st.booleans(),
 )
+keys = st.binary(min_size=32, max_size=32)
+places = st.none() | st.builds(SharedPlace, counts, counts, keys)
 commands = (
-    st.builds(Add, requests, seconds)
+    st.builds(Add, requests, seconds, texts)
     | st.builds(Cancel, texts)
     | st.builds(Close)
     | st.builds(ReadFile, texts, counts)
     | st.builds(Reopen, texts, seconds)
     | st.builds(WatchBlocks, counts)
+    | st.builds(FetchState, st.sampled_from(["paged", "recurrent"]), keys, places, st.integers(0, 99))
 )
 changes = st.builds(KeyChanges, st.binary(max_size=64), st.binary(max_size=64))
-loads = st.builds(lambda *values: EngineLoad(*values), *[counts] * 6, seconds, seconds, counts)
+loads = st.builds(lambda *values: EngineLoad(*values), *[counts] * 6, seconds, seconds, counts, seconds)
 routings = st.builds(RoutingReport, counts, counts, st.booleans(), counts, changes, changes, counts, loads)
 reports = st.builds(
     StepReport,
     *(st.lists(deltas, max_size=4).map(tuple), stats, st.lists(refusals, max_size=2).map(tuple), st.none() | routings),
 )
+parts = st.builds(StatePart, keys, st.booleans(), st.booleans(), st.integers(0, 2**32 - 1), st.binary(max_size=99))
 signs = st.builds(Heartbeat) | st.builds(Leaving)
-answers = infos | st.builds(FilePart, texts, counts, st.binary(max_size=50)) | reports | signs
+answers = infos | parts | st.builds(FilePart, texts, counts, st.binary(max_size=50)) | reports | signs
 messages = (
     commands
     | answers
@@ -156,12 +164,14 @@ REQUEST = GenerateRequest(
 INFO = EngineInfo("d", "n", 1, 2, 3, 4, 5, 6, frozenset({1}), server_cores=frozenset({3}), files={"a": "b"}, level="l")
 EXAMPLES = (
     FULL,
-    Add(REQUEST, 0.5),
+    Add(REQUEST, 0.5, "unix:/a"),
     Cancel("a"),
     INFO,
     ReadFile("s", 1),
     Reopen("s", 1.5),
     WatchBlocks(1),
+    FetchState("paged", b"k" * 32, SharedPlace(1, 2, b"m" * 32), 3),
+    StatePart(b"k" * 32, True, False, 7, b"content"),
     FilePart("s", 0, b"x"),
     Proof(b"p"),
 )
@@ -255,7 +265,7 @@ def test_numbers_that_are_none_are_refused() -> None:
     assert decode(encode(impossible)).deltas == impossible.deltas, "of a token that cannot come"
 
 
-@given(st.binary(max_size=200) | st.builds(lambda kind, rest: bytes([kind]) + rest, st.integers(0, 9), st.binary()))
+@given(st.binary(max_size=200) | st.builds(lambda kind, rest: bytes([kind]) + rest, st.integers(0, 12), st.binary()))
 def test_random_bytes_are_no_message_or_a_whole_one(payload: bytes) -> None:
     if not refused(payload):
         message = decode(payload)

@@ -15,6 +15,7 @@ from runtime.constraints.compiler import ConstraintCompiler
 from runtime.engine import worker
 from runtime.engine.connections import Connections
 from runtime.engine.core import EngineCore
+from runtime.engine.moving.moves import BlockMoves
 from runtime.engine.shared_cores import SharedCores
 from runtime.engine.worker import serve
 from runtime.wire.block_keys import block_keys
@@ -73,12 +74,13 @@ class Server:
 def serving(engine: HistoryEngine, compiler: ConstraintCompiler | None = None) -> Iterator[Server]:
     ours, theirs = socket.socketpair()
     core = EngineCore(engine, Limits(max_running=4, max_draft_tokens=0))
-    connections = Connections(EngineInfo("digest", "name", 64, 12, 4, 8, 1, 1, frozenset()), ends=(theirs,))
+    info = EngineInfo("digest", "name", 64, 12, 4, 8, 1, 1, frozenset())
+    connections, moves = Connections(info, ends=(theirs,)), BlockMoves(core, info, b"")
 
     def run() -> None:
         while not connections.answered:
             connections.receive(1000)
-        serve(connections, core, compiler, SharedCores(threads=1))
+        serve(connections, core, compiler, SharedCores(threads=1), moves)
 
     thread = Thread(target=run)
     thread.start()

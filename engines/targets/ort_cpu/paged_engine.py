@@ -7,7 +7,7 @@ memory until it is written, or made ready shortly before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -29,6 +29,7 @@ from engines.state_slots import UNKNOWN, StateSlots
 from engines.step_inputs import StepPiece, check, not_finite, result_of, runs
 from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache, require_slots, zeros
 from tapeout.artifact import Artifact
+from tapeout.errors import RequestError
 from tapeout.state import NO_SLOT, SEQUENCE_SLOTS, Recurrent, paged_buffers, recurrent_buffers
 
 # A step is run in pieces of so many tokens: a long prompt then needs no more memory than a short one, and activations
@@ -121,10 +122,32 @@ class PagedEngine:
         for buffer in self._memory.arrays.values():
             buffer[target, :, :tokens] = buffer[source, :, :tokens]
 
+    def read_block(self, block: int, content: memoryview) -> None:
+        for part, place in self._block_parts(block, content):
+            content[place] = part
+
+    def write_block(self, block: int, content: memoryview) -> None:
+        for part, place in self._block_parts(block, content):
+            part[:] = content[place]
+        self._next_block = max(self._next_block, 1 + block)
+        self._memory.ready = max(self._memory.ready, self._next_block)
+
     def copy_state(self, source: int, target: int) -> None:
         self._slots.copy(source, target)
         for buffer in self._state.values():
             buffer[target] = buffer[source]
+
+    def _block_parts(self, block: int, content: memoryview) -> Iterator[tuple[memoryview, slice]]:
+        """What each buffer holds of a block, in bytes, and its place in the block's content.
+
+        Views are copied without leaving Python's lock; numpy leaves it in each of 60 copies, and waits for it then.
+        """
+        if content.nbytes != self.capabilities.block_bytes:
+            raise RequestError(f"a block of {content.nbytes} bytes", expected=f"{self.capabilities.block_bytes}")
+        at = 0
+        for buffer in self._memory.arrays.values():
+            part = memoryview(buffer[block].reshape(-1).view(np.uint8))
+            yield part, slice(at, at := at + part.nbytes)
 
     def close(self) -> None:
         self._bound.clear()

@@ -25,6 +25,7 @@ EVERY_SLOT = ("pieces", "decode", "greedy", "mixed", "reuse")  # paths that must
 SEVERAL = ("copy", "share")  # paths that need more than one slot
 ONCE = ("generation", "reopened", "resumed")
 EVERY_SIZE = ("running", "joining")  # paths of every batch size that a server may form
+MOVED = "moved"  # the path of engines whose blocks can be moved
 CHOOSING = ("greedy", "running")  # paths on which the engine picks the likeliest token
 # Behind fewer tokens than this, KL against the float engine is large for any quantized model: what follows a cut-off
 # word is anyone's guess, and attention has nothing else to read. 1.0 nat behind one token on the default model.
@@ -124,7 +125,7 @@ class ServingReport(EvidenceRecord):
 
     artifact_type: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
     parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -138,6 +139,7 @@ class ServingReport(EvidenceRecord):
     max_running: int
     step_tokens: int
     draft_tokens: int
+    moved_tokens: int
     items: int
     draws: tuple[Draws, ...]  # none where the bundle has no native library: then numpy draws
     pressure: Pressure
@@ -186,6 +188,8 @@ class ServingKind(EvidenceKind[ServingReport, ServedItem, ServingBounds]):
         problems += size_problems("ServingReport", items, record.max_running)
         if record.draft_tokens and not any(item.path == "drafts" for item in items):
             problems.append("ServingReport has nothing on the path 'drafts'")
+        if record.moved_tokens and not any(item.path == MOVED for item in items):
+            problems.append(f"ServingReport has nothing on the path {MOVED!r}")
         problems += draw_problems("ServingReport", record.draws, any(one.level for one in evidence.hardware))
         problems += pressure_problems("ServingReport", record.pressure)
         if not any(item.float_kl_sum is not None and item.last == record.max_tokens - 1 for item in items):
@@ -226,6 +230,7 @@ class ServingKind(EvidenceKind[ServingReport, ServedItem, ServingBounds]):
             FactRow("slots", "Slots", report.slots, note="each on every path"),
             FactRow("max_running", "Sequences in a step", report.max_running, note="and every number below"),
             FactRow("last_position", "Last position reached", max(item.last for item in items)),
+            FactRow("moved", "Tokens whose blocks were moved to another engine", report.moved_tokens),
             FactRow("draws", "Tokens drawn", sum(one.draws for one in report.draws), note="by the bundle and by numpy"),
             FactRow(
                 "pressed",

@@ -17,7 +17,7 @@ from pathlib import Path
 from engines.protocol import FloatArray
 from engines.sequences import Sequences, SlotEntry
 from evals.kind import Context
-from evals.kinds.serving import KIND, Draws, ServedItem, ServingReport, ServingSettings, draws_of
+from evals.kinds.serving import KIND, MOVED, Draws, ServedItem, ServingReport, ServingSettings, draws_of
 from evals.kinds.serving.generation import greedy
 from evals.kinds.serving.pressure import MakeAnswerer, under_pressure
 from evals.kinds.serving.running_paths import drafted_tokens, most_running, running_paths
@@ -34,6 +34,7 @@ PIECES = (1, 7, 64, 255, 256, 300)
 SHARED = (17, 65, 300)  # within a block, just behind one, and over several
 REUSE_TOKENS = 40  # and as many more as the number of the slot, up to REUSE_SPREAD
 REUSE_SPREAD = 16
+MOVED_BLOCKS = 5
 DRAWN_POSITIONS = range(3, 256, 8)  # of the text that tokens are drawn from
 
 
@@ -90,6 +91,7 @@ def serving(
         max_running=running,
         step_tokens=settings.step_tokens,
         draft_tokens=drafted_tokens(has, settings),
+        moved_tokens=moved_tokens(candidate, settings.steps),
         items=len(items),
         draws=draws,
         pressure=pressure,
@@ -319,11 +321,18 @@ def other_shape(
     count: int,
     log: ServedLog,
 ) -> None:
-    """The same engine opened with other numbers of slots and threads, in its last slots. Closes the first two."""
-    room = engine.max_tokens - count
+    """The same engine opened with other numbers of slots and threads, in its last slots, and a sequence that goes on
+    there from the blocks of the first one. Closes the first two.
+    """
+    room, blocks = engine.max_tokens - count, list[bytes]()
     lengths = [min(room, length) for length in (SHORT, REUSE_TOKENS)]
     held = [streams.next(length + count) for length in lengths]
     anchor(engine, baseline, held, [range(length - 1, length + count) for length in lengths])
+    behind = moved_tokens(engine, count)
+    moved = streams.next(behind + count)
+    if behind:
+        anchor(engine, baseline, [moved], [range(behind, behind + count)])
+        blocks = engine.read_blocks(0, behind // engine.engine.capabilities.block_tokens)
     for opened in (engine, baseline):
         if opened is not None:
             opened.close()
@@ -338,3 +347,26 @@ def other_shape(
             logits = reopened.decode(tokens, at, first_slot=first)
             for entry, stream in enumerate(held):
                 log.add(LoggedPlace("reopened", first + entry, first, len(held)), stream, at[entry], logits[entry])
+        if behind:
+            go_on(reopened, moved, blocks, behind, log)
+
+
+def moved_tokens(engine: Sequences, count: int) -> int:
+    """Tokens of as many full blocks as are moved, with room for ``count`` tokens behind them; 0 where none can be."""
+    size = engine.engine.capabilities.block_tokens
+    return min(MOVED_BLOCKS, (engine.max_tokens - count) // size) * size if engine.moves_blocks else 0
+
+
+def go_on(engine: Sequences, stream: Stream, blocks: Sequence[bytes], start: int, log: ServedLog) -> None:
+    """A sequence whose blocks another engine has computed, in the last slot: the tokens behind them in one piece, then
+    one by one.
+    """
+    slot, behind = engine.slots - 1, stream.tokens[start:]
+    place = LoggedPlace(MOVED, slot, slot, 1)
+    engine.write_blocks(slot, blocks)
+    rows = engine.prefill(slot, behind, start=start, positions=range(len(behind)))
+    for position, row in enumerate(rows, start):
+        log.add(place, stream, position, row)
+    engine.write_blocks(slot, blocks)
+    for position, token in enumerate(behind, start):
+        log.add(place, stream, position, engine.decode([token], [position], first_slot=slot)[0])

@@ -145,12 +145,13 @@ class EngineConnection(asyncio.Protocol, ABC):
                 remedy="look at what its process has printed",
             ) from None
 
-    def add(self, request: GenerateRequest, age: float = 0.0) -> DeltaStream:
+    def add(self, request: GenerateRequest, age: float = 0.0, source: str = "") -> DeltaStream:
+        """``age``, ``source``: see :class:`Add`."""
         if not self.serves:
             raise EngineDownError("the engine is being started", remedy="retry in a few seconds")
         if request.id in self._streams:
             raise RequestError(f"request {request.id} is there already", expected="an id of its own")
-        self._write(encode_checked(Add(request, age)))
+        self._write(encode_checked(Add(request, age, source)))
         stream = self._streams[request.id] = DeltaStream(request.id)
         self.idle.clear()
         return stream

@@ -44,6 +44,7 @@ REFRESH_SECONDS = 1.0  # between two looks at the list of engines
 CLOSE_SECONDS = 5.0  # that engines have to end what was cancelled
 STATS_SECONDS = 0.1  # sums over all engines may be so old
 MOST_RETRIES = 2  # of a request that has no token yet
+MOVE_SECONDS = 2.0  # for the first token of a request elsewhere, until the next one leaves an engine that drains
 MOST_RESUMPTIONS = 8  # in turn that brought no token: what ends every engine must not end all of them
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,10 @@ log = logging.getLogger(__name__)
 
 class _ElsewhereError(EngineDownError):
     """The engine is suspected; the request goes on elsewhere."""
+
+
+class _MovedError(_ElsewhereError):
+    """The engine drains; the request goes on elsewhere with its blocks."""
 
 
 class _TimedOutError(Exception):
@@ -73,7 +78,8 @@ class ReplicaStatus(NamedTuple):
 class _Flight:
     """A request on its way. ``homeless_since``: when it was last without an engine and brought no token since.
 
-    ``session`` and ``digest``: see :meth:`EngineClient.generate`.
+    ``session`` and ``digest``: see :meth:`EngineClient.generate`. ``left``: an engine that still has its blocks.
+    ``brought``: the attempt that brought its last token, which ``progress`` tells of.
     """
 
     request: GenerateRequest
@@ -84,6 +90,9 @@ class _Flight:
     answered: list[int] = field(default_factory=list[int])
     level: str = ""  # of the engines that have answered
     attempts: int = 0
+    left: str = ""
+    brought: int = 0
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
     replica: Replica | None = None
     connection: FleetConnection | None = None
     stream: DeltaStream | None = None
@@ -97,10 +106,11 @@ class _Flight:
             request = replace(request, answered=tuple(self.answered), prompt_logprobs=None)
         return request
 
-    def land(self, replica: Replica, connection: FleetConnection) -> DeltaStream:
+    def land(self, replica: Replica, connection: FleetConnection, source: str) -> DeltaStream:
+        """``source``: see :class:`EngineOption`."""
         self.replica, self.connection = replica, connection
-        self.stream = connection.add(self.next_request(), monotonic() - self.arrival)
-        self.attempts += 1
+        self.stream = connection.add(self.next_request(), monotonic() - self.arrival, self.left or source)
+        self.attempts, self.left = self.attempts + 1, ""
         return self.stream
 
     def leave(self) -> None:
@@ -141,8 +151,9 @@ class FleetClient:
         self._totals = Totals()
         self._stats, self._stats_until = EngineStats(), 0.0
         self._refreshing: asyncio.Task[None] | None = None
+        self._moving: set[asyncio.Task[None]] = set()  # requests away from engines that drain
         self._draining = self._ended = False
-        self.counts: Counter[str] = Counter(retries=0, resumptions=0, lost=0)
+        self.counts: Counter[str] = Counter(retries=0, resumptions=0, moves=0, lost=0)
 
     async def open(self, opened: Opened | None = None) -> None:
         """Wait for an engine. :class:`TapeoutError` if the list of engines cannot be read at all.
@@ -258,13 +269,15 @@ class FleetClient:
                 connection = replica.connection
                 assert connection is not None, "only an engine that is ready is chosen"
                 try:
-                    stream = flight.land(replica, connection)
+                    stream = flight.land(replica, connection, option.source)
                     self.router.sent(option)
                     while True:
                         for delta in await stream.next():
                             if delta.tokens:
                                 flight.answered += delta.tokens
                                 flight.level, failures = connection.info.level, 0
+                                flight.brought = flight.attempts
+                                flight.progress.set()
                                 refused.clear()
                             yield delta if flight.attempts == 1 else delta._replace(id=request.id)
                             if delta.finish_reason is not None:
@@ -289,6 +302,7 @@ class FleetClient:
             yield Delta(request.id, finish_reason="timeout")
         finally:
             self._flights.discard(flight)
+            flight.progress.set()
             self._notify()
 
     def level_of(self, id: str) -> str:
@@ -316,6 +330,8 @@ class FleetClient:
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
+        for moving in self._moving:
+            moving.cancel()
         await asyncio.gather(*[replica.close() for replica in self._all()])
 
     def _all(self) -> list[Replica]:
@@ -355,7 +371,9 @@ class FleetClient:
         """Raises the error where a request that has lost its engine has no other attempt."""
         if self._ended:
             raise _shutting_down()
-        if flight.answered:
+        if isinstance(error, _MovedError):
+            self.counts["moves"] += 1
+        elif flight.answered:
             if failures > MOST_RESUMPTIONS:
                 self.counts["lost"] += 1
                 raise error
@@ -409,6 +427,37 @@ class FleetClient:
         if replica.state is ReplicaState.GONE:
             self._leaving.discard(replica)
         self._notify()
+
+    async def _move_away(self, replica: Replica) -> None:
+        """Have the requests on an engine that drains go on elsewhere, where there is such a place: there they fetch
+        their blocks from this one. One after another, so that none waits for the rest of another's prompt.
+        """
+        while replica in self._leaving:
+            change = self._change
+            flight = next((flight for flight in self._flights if self._can_move(flight, replica)), None)
+            if flight is None:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(change.wait(), REFRESH_SECONDS / 10)
+                continue
+            connection, stream, attempts = replica.connection, flight.stream, flight.attempts
+            assert connection is not None and stream is not None, "it has tokens of this engine"
+            flight.left = replica.address if connection.info.moves_blocks else ""
+            connection.give_up(stream, _MovedError(f"the engine at {replica.address} drains"))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MOVE_SECONDS):
+                    while flight in self._flights and flight.brought <= attempts:
+                        flight.progress.clear()
+                        await flight.progress.wait()
+
+    def _can_move(self, flight: _Flight, replica: Replica) -> bool:
+        """One without a token stays until it has some: its blocks are not there yet."""
+        return (
+            flight.replica is replica
+            and flight.stream is not None
+            and replica.connection is not None
+            and bool(flight.answered)
+            and bool(self._candidates(flight, {replica}))
+        )
 
     def _notify(self) -> None:
         self._change.set()
@@ -469,6 +518,9 @@ class FleetClient:
             replica = self._replicas.pop(address)
             self._leaving.add(replica)
             replica.drain()
+            moving = asyncio.create_task(self._move_away(replica))
+            self._moving.add(moving)
+            moving.add_done_callback(self._moving.discard)
         for address, connect in wanted.items():
             if address not in self._replicas:
                 self._replicas[address] = Replica(

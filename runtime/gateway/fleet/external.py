@@ -110,7 +110,7 @@ class ExternalConnection(FleetConnection):
         if self._http is not None:
             await self._http.aclose()
 
-    def add(self, request: GenerateRequest, age: float = 0.0) -> DeltaStream:
+    def add(self, request: GenerateRequest, age: float = 0.0, source: str = "") -> DeltaStream:
         self._require_possible(request)
         if not self.serves:
             raise EngineDownError(f"{self.name} is not open", remedy=self.remedy)

@@ -155,7 +155,9 @@ class Replica:
         if self.why:
             log.warning("the engine at %s takes requests again", self.address)
         if not self._leaving.is_set():
-            connection.watch(self._router.join(self.address, connection.info.block_tokens), self._heard)
+            info = connection.info
+            kind = f"{info.digest} {info.level}" if info.moves_blocks else ""
+            connection.watch(self._router.join(self.address, info.block_tokens, kind), self._heard)
         self.failures, self.why, self.connection, self.info = 0, "", connection, connection.info
         self._become(ReplicaState.READY)
 

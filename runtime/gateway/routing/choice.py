@@ -19,6 +19,9 @@ from runtime.wire.messages import EngineLoad
 # its steps. A narrower bound gathers conversations on the few engines that have a system prompt already (simulated
 # at 40 % load: without a bound P50 and P99 are 8 and 10 % higher; docs/negative-results.md).
 NEAR, NEAR_SECONDS = 1.3, 0.003
+# Of a fetch of blocks, whatever its size. More than the bound above: where engines are idle, the one that has a prompt
+# is not as good as one that must fetch it.
+FETCH_SECONDS = 0.005
 # Of a prompt token, where no engine has computed any yet: then all are alike, and only the number of tokens counts.
 UNKNOWN_SECONDS = 0.001
 
@@ -60,16 +63,27 @@ class Speed(NamedTuple):
         return wait + (max(whole, some))  # called for each engine: max() takes twice as long
 
 
+def step_seconds(load: EngineLoad) -> float:
+    """Of the steps that an engine makes now.
+
+    >>> step_seconds(EngineLoad(backlog_tokens=100, chunk_tokens=20, prompt_seconds=0.001, decode_seconds=0.01))
+    0.03
+    """
+    return load.decode_seconds + min(load.backlog_tokens, load.chunk_tokens) * load.prompt_seconds
+
+
 class EngineOption(NamedTuple):
     """An engine that could take a request. ``seconds``: to the first token; ``tokens``: of the prompt to compute.
 
-    ``requests``: that are there already.
+    ``requests``: that are there already. ``source``: the engine that it should fetch blocks of the prompt from first;
+    none if empty.
     """
 
     engine: str
     seconds: float
     tokens: int
     requests: int = 0
+    source: str = ""
 
 
 _seconds = itemgetter(1)

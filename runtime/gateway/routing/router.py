@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.gateway.routing.choice import UNKNOWN_SECONDS, EngineOption, Speed, ranked
+from runtime.gateway.routing.choice import FETCH_SECONDS, UNKNOWN_SECONDS, EngineOption, Speed, ranked, step_seconds
 from runtime.gateway.routing.index import PrefixIndex
 from runtime.wire.block_keys import block_keys
 from runtime.wire.messages import EngineLoad, GenerateRequest, StepReport
@@ -14,9 +14,13 @@ from runtime.wire.messages import EngineLoad, GenerateRequest, StepReport
 
 @dataclass
 class _Engine:
-    """``unseen``: tokens of the requests that were sent to it, and that its last report does not count yet."""
+    """``unseen``: tokens of the requests that were sent to it, and that its last report does not count yet.
+
+    ``kind``: engines of the same one can fetch blocks from each other; empty where it cannot.
+    """
 
     block_tokens: int
+    kind: str
     load: EngineLoad = field(default_factory=EngineLoad)
     sent: int = 0  # requests
     unseen: deque[int] = field(default_factory=deque[int])
@@ -34,9 +38,12 @@ class FleetRouter:
         self._unknown = UNKNOWN_SECONDS
         self._unmeasured: set[str] = set()  # engines that have computed no prompt yet
 
-    def join(self, engine: str, block_tokens: int) -> int:
-        """An engine was connected to, perhaps not for the first time. The turn of the WatchBlocks to send it."""
-        self._engines[engine] = joined = _Engine(block_tokens)
+    def join(self, engine: str, block_tokens: int, kind: str = "") -> int:
+        """An engine was connected to, perhaps not for the first time. The turn of the WatchBlocks to send it.
+
+        ``kind``: of the engines with which it can exchange blocks.
+        """
+        self._engines[engine] = joined = _Engine(block_tokens, kind)
         self._unmeasured.add(engine)
         self._count(joined)
         return self.index.join(engine)
@@ -75,12 +82,21 @@ class FleetRouter:
         prompt = [*request.prompt, *request.answered] if request.answered else request.prompt
         tokens = len(prompt)
         cached, tie = self._cached(request, prompt, engines)
+        sources = self._sources(cached, engines)
         options = list[EngineOption]()
         for name in engines:
-            engine = self._engines[name]
-            missing = tokens - cached.get(name, 0) * engine.block_tokens
-            seconds = engine.speed.seconds(engine.tokens + missing)
-            options.append(EngineOption(name, seconds, missing, engine.requests))
+            engine, blocks = self._engines[name], cached.get(name, 0)
+            missing = tokens - blocks * engine.block_tokens
+            option = EngineOption(name, engine.speed.seconds(engine.tokens + missing), missing, engine.requests)
+            if engine.load.fetch_seconds and (source := sources.get(engine.kind)) and cached[source] > blocks:
+                fetched = cached[source] - blocks
+                missing -= fetched * engine.block_tokens
+                # The other engine looks at what it is asked for between two steps.
+                fetch = FETCH_SECONDS + step_seconds(self._engines[source].load) + fetched * engine.load.fetch_seconds
+                seconds = fetch + engine.speed.seconds(engine.tokens + missing)
+                if seconds < option.seconds:
+                    option = EngineOption(name, seconds, missing, engine.requests, source)
+            options.append(option)
         return ranked(options, session.encode("utf-8", "surrogatepass") or tie)
 
     def sent(self, option: EngineOption) -> None:
@@ -107,6 +123,15 @@ class FleetRouter:
                     return found, tie
                 cached |= {name: blocks for name, blocks in found.items() if self._engines[name].block_tokens == size}
         return cached, tie
+
+    def _sources(self, cached: dict[str, int], engines: Sequence[str]) -> dict[str, str]:
+        """That of these engines which has most of the prompt, by kind."""
+        found = dict[str, str]()
+        for name in cached.keys() & engines:
+            kind = self._engines[name].kind
+            if kind and cached[name] > cached.get(found.get(kind, ""), 0):
+                found[kind] = name
+        return found
 
     def _count(self, engine: _Engine) -> None:
         engine.tokens = engine.load.backlog_tokens + sum(engine.unseen)

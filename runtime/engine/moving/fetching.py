@@ -1,0 +1,282 @@
+"""Blocks that another engine sends, in a thread for each such engine."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from secrets import token_bytes
+from time import monotonic
+from typing import Any, NamedTuple
+
+from runtime.engine.block_store import BlockStore
+from runtime.wire.address import Address
+from runtime.wire.block_keys import checksum
+from runtime.wire.codec import WireError
+from runtime.wire.failures import Failure
+from runtime.wire.messages import (
+    SHARED_HEAD_BYTES,
+    Close,
+    EngineInfo,
+    FetchState,
+    Heartbeat,
+    SharedPlace,
+    StatePart,
+    StepReport,
+)
+from runtime.wire.session import Session
+from tapeout.errors import ArtifactError, TapeoutError, one_line
+
+# Without a byte from the other engine, which may be in a long step. Requests are less patient, see `moves`.
+STALL_SECONDS = 2.0
+IDLE_SECONDS = 30.0  # that a connection stays without a fetch
+AHEAD_BYTES, MOST_AHEAD = 8 << 20, 64  # blocks that are asked for and not taken in yet
+ASK_BYTES = 2 << 20  # asked for at once
+RECEIVE_BYTES = 1 << 20
+
+
+class Arrived(NamedTuple):
+    """``place``: is free again once the content was taken in."""
+
+    key: bytes
+    content: memoryview
+    place: int
+
+
+class Fetch:
+    """One chain of blocks. The thread of a link appends to ``arrived`` and sets ``ended``; the engine's own thread
+    takes from it, and calls :meth:`taken_in` for each.
+
+    ``since``: when it began. ``failure``: why it has ended, if not because all blocks came that there are.
+    ``given_up``: nobody wants it any more.
+    """
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self.keys, self.since = keys, monotonic()
+        self.arrived: deque[Arrived] = deque()
+        self.blocks = 0  # that came
+        self.ended = self.given_up = False
+        self.failure = ""
+        self.free: SimpleQueue[int] = SimpleQueue()
+
+    def taken_in(self, arrived: Arrived) -> None:
+        self.free.put(arrived.place)
+
+
+class PeerLink:
+    """A connection to one engine, made when there is something to fetch and kept for a while.
+
+    ``info``: of this engine; the other one must have the same bundle and level. ``arrived``: is called by the thread
+    whenever there is something to take in, or a fetch has ended.
+    """
+
+    def __init__(
+        self, address: str, key: bytes, info: EngineInfo, store: BlockStore, arrived: Callable[[], None]
+    ) -> None:
+        self.address = address
+        self._key, self._info, self._arrived = key, info, arrived
+        self._block_bytes = store.block_bytes
+        self._places = max(1, min(AHEAD_BYTES // store.block_bytes, MOST_AHEAD))
+        self._at_once = max(1, min(ASK_BYTES // store.block_bytes, self._places // 4))
+        self._fetches: SimpleQueue[Fetch | None] = SimpleQueue()
+        self._end: socket.socket | None = None
+        self._session = Session("server", key)
+        self._messages: deque[Any] = deque()
+        self._shared: tuple[int, memoryview, SharedPlace] | None = None
+        threading.Thread(target=self._run, name="block-fetcher", daemon=True).start()
+
+    def start(self, fetch: Fetch) -> None:
+        self._fetches.put(fetch)
+
+    def close(self) -> None:
+        self._fetches.put(None)
+
+    def _run(self) -> None:
+        """Of the thread."""
+        while True:
+            try:
+                fetch = self._fetches.get(timeout=IDLE_SECONDS)
+            except Empty:
+                self._leave()
+                continue
+            if fetch is None:
+                break
+            try:
+                if not fetch.given_up:
+                    fetch.since = monotonic()
+                    self._connect()
+                    self._fetch(fetch)
+            except Exception as error:  # of any kind: what waits for the fetch must hear of its end
+                fetch.failure = one_line(error)
+            finally:
+                if fetch.failure:
+                    self._leave()
+                fetch.ended = True
+                self._arrived()
+        self._leave()
+        if self._shared is not None:
+            os.close(self._shared[0])
+
+    def _connect(self) -> None:
+        """Unless there is a connection. :class:`TapeoutError` where the other engine's blocks are of no use here."""
+        if self._end is not None and self._sound(self._end):
+            return
+        self._leave()
+        address = Address.parse(self.address)
+        address.require_key(self._key)
+        if address.path:
+            end = socket.socket(socket.AF_UNIX)
+            end.settimeout(STALL_SECONDS)
+            self._end = end
+            end.connect(address.path)
+        else:
+            self._end = end = socket.create_connection((address.host, address.port), STALL_SECONDS)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.settimeout(STALL_SECONDS)
+        self._session = Session("server", self._key)
+        self._messages.clear()
+        self._flush()
+        other = self._receive()
+        if not isinstance(other, EngineInfo):
+            raise other.error() if isinstance(other, Failure) else WireError("no EngineInfo", expected="EngineInfo")
+        here = self._info
+        found, wanted = (
+            (one.digest, one.level, one.block_tokens, one.block_bytes, one.moves_blocks) for one in (other, here)
+        )
+        if found != wanted:
+            raise ArtifactError(
+                f"the engine at {self.address} has bundle {other.digest[:12]} at level {other.level or 'none'}",
+                expected=f"bundle {here.digest[:12]} at level {here.level or 'none'}: blocks of others do not fit",
+            )
+
+    def _fetch(self, fetch: Fetch) -> None:
+        shared = self._memory()
+        keys, wanted, free = fetch.keys, deque[tuple[bytes, int]](), deque(range(self._places))
+        asked, whole = 0, True
+        while True:
+            whole &= not fetch.given_up  # what was asked for comes all the same, and is taken from the connection
+            with suppress(Empty):
+                while True:
+                    free.append(fetch.free.get_nowait())
+            while whole and asked < len(keys) and len(free) >= min(self._at_once, len(keys) - asked):
+                part = self._neighbours(free, min(self._at_once, len(keys) - asked))
+                places = [free.popleft() for _ in range(part)]
+                wanted.extend(zip(keys[asked : asked + part], places, strict=True))
+                self._send(FetchState("paged", b"".join(keys[asked : asked + part]), shared, places[0]))
+                asked += part
+            if wanted:
+                whole &= self._take(fetch, *wanted.popleft())
+            elif not whole or asked == len(keys):
+                return
+            else:
+                with suppress(Empty):
+                    free.append(fetch.free.get(timeout=STALL_SECONDS))
+
+    def _neighbours(self, free: Sequence[int], most: int) -> int:
+        """How many of the first free places lie one after another."""
+        count = 1
+        while count < most and free[count] == free[0] + count:
+            count += 1
+        return count
+
+    def _take(self, fetch: Fetch, key: bytes, place: int) -> bool:
+        """The next block; False where the other engine does not have it (any more)."""
+        part = self._receive()
+        while isinstance(part, StepReport | Heartbeat):  # until the other engine knows who this is
+            part = self._receive()
+        if isinstance(part, Failure):
+            raise part.error()
+        if not isinstance(part, StatePart) or part.key != key:
+            raise WireError(f"{type(part).__name__} of another key", expected="the block that was asked for")
+        if not part.found:
+            return False
+        content = self._content(part, place)
+        if len(content) != self._block_bytes:
+            raise WireError(f"a block of {len(content)} bytes", expected=f"{self._block_bytes}")
+        if checksum(key, self._info.digest, self._info.level, content) != part.checksum:
+            raise WireError("a block that does not match its checksum", expected="the content that was sent")
+        if not fetch.given_up:
+            fetch.blocks += 1
+            fetch.arrived.append(Arrived(key, content, place))
+            self._arrived()
+        return True
+
+    def _content(self, part: StatePart, place: int) -> memoryview:
+        if not part.shared:
+            return memoryview(part.content)
+        if self._shared is None:
+            raise WireError("a block in shared memory that was not offered", expected="its content")
+        at = SHARED_HEAD_BYTES + place * self._block_bytes
+        return self._shared[1][at : at + self._block_bytes]
+
+    def _memory(self) -> SharedPlace | None:
+        """That the other engine can write to, if it is on this machine; None where the system has no such memory.
+
+        It has no name, so it is gone with this process. It cannot be made smaller, so who writes to it is safe.
+        """
+        if self._shared is None:
+            size = SHARED_HEAD_BYTES + self._places * self._block_bytes
+            try:
+                descriptor = os.memfd_create("tapeout-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.ftruncate(descriptor, size)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+                memory = memoryview(mmap.mmap(descriptor, size))
+            except OSError:
+                return None
+            place = SharedPlace(os.getpid(), descriptor, token_bytes(32))
+            memory[: len(place.mark)] = place.mark
+            self._shared = descriptor, memory, place
+        return self._shared[2]
+
+    def _send(self, message: FetchState | Close) -> None:
+        assert self._end is not None
+        self._end.sendall(self._session.frame(message))
+
+    def _receive(self) -> Any:
+        """The next message. :class:`TimeoutError` after :data:`STALL_SECONDS` without a byte."""
+        end = self._end
+        assert end is not None
+        while not self._messages:
+            data = end.recv(RECEIVE_BYTES)
+            if not data:
+                raise ConnectionError("the other engine has closed the connection")
+            try:
+                self._messages.extend(self._session.receive(data))
+            finally:
+                self._flush()
+        return self._messages.popleft()
+
+    def _flush(self) -> None:
+        if self._session.outgoing and self._end is not None:
+            self._end.sendall(self._session.outgoing)
+            self._session.outgoing.clear()
+
+    def _sound(self, end: socket.socket) -> bool:
+        """The connection was not closed meanwhile. What the other engine reported while nobody listened is dropped."""
+        try:
+            end.setblocking(False)
+            while data := end.recv(RECEIVE_BYTES):
+                for message in self._session.receive(data):
+                    if not isinstance(message, StepReport | Heartbeat):
+                        return False
+            return False
+        except BlockingIOError:
+            return True
+        except (OSError, TapeoutError):
+            return False
+        finally:
+            end.settimeout(STALL_SECONDS)
+
+    def _leave(self) -> None:
+        if self._end is not None:
+            with suppress(OSError):
+                if self._session.established:
+                    self._send(Close())
+                self._end.close()
+            self._end = None

@@ -1,0 +1,145 @@
+"""What the engine's own thread does about blocks that move: requests that wait for some, and copies between steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+
+from runtime.engine.core import EngineCore
+from runtime.engine.moving.costs import LinkCosts
+from runtime.engine.moving.fetching import Fetch, PeerLink
+from runtime.engine.moving.sending import BlockSender
+from runtime.wire.messages import Add, Cancel, EngineInfo, GenerateRequest
+
+SLICE = 0.002  # seconds of copying between two steps
+LEAST_SECONDS, MOST_SECONDS = 0.5, 2.0  # that a request waits for a fetch, at least and at most
+MOST_LINKS = 8
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Waiting:
+    """A fetch, and the requests that wait for it: when each arrived."""
+
+    address: str
+    fetch: Fetch
+    until: float
+    requests: list[tuple[GenerateRequest, float]] = field(default_factory=list[tuple[GenerateRequest, float]])
+
+
+class BlockMoves:
+    """``key``: shared by all engines and gateways. ``wake``: a descriptor that can be read once there is more to do."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo, key: bytes) -> None:
+        self._core, self._info, self._key, self._store = core, info, key, core.blocks
+        self._costs = LinkCosts(core.blocks.block_bytes, core.blocks.block_tokens)
+        self._links: dict[str, PeerLink] = {}
+        self._waiting: dict[bytes, _Waiting] = {}  # by the first key that is missing
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        if self._store.moves:
+            self._store.fetch_seconds = self._costs.block_seconds
+
+    @property
+    def waiting(self) -> bool:
+        """Requests wait for blocks."""
+        return bool(self._waiting)
+
+    def awake(self) -> None:
+        """What was announced is seen from now on."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.wake)
+
+    def notify(self) -> None:
+        """There is more to do; called by any thread."""
+        os.eventfd_write(self.wake, 1)
+
+    def take(self, command: Add | Cancel) -> None:
+        """A command for the core. A request may wait for its blocks first."""
+        now = monotonic()
+        if isinstance(command, Cancel):
+            for waiting in self._waiting.values():
+                for request, arrival in waiting.requests:
+                    if request.id == command.id:
+                        waiting.requests.remove((request, arrival))
+                        self._core.add(request, arrival)
+                        break
+            self._core.cancel(command.id)
+        elif not (command.source and self._begin(command, now)):
+            self._core.add(command.request, now - command.age)
+
+    def work(self, senders: Sequence[BlockSender], seconds: float = SLICE) -> bool:
+        """Copy blocks that have come and blocks that others want, for so many seconds; whether there were any."""
+        now = monotonic()
+        end, worked = now + seconds, False
+        for first, waiting in list(self._waiting.items()):
+            fetch = waiting.fetch
+            ended = fetch.ended  # before its last block is taken in
+            while fetch.arrived and monotonic() < end:
+                worked = True
+                arrived = fetch.arrived.popleft()
+                if not self._store.write(arrived.key, arrived.content):
+                    fetch.given_up = True
+                fetch.taken_in(arrived)
+            if (ended and not fetch.arrived) or now > waiting.until:
+                del self._waiting[first]
+                self._end(waiting, now)
+                worked = True
+        while (ready := [sender for sender in senders if sender.ready]) and monotonic() < end:
+            worked = True
+            for sender in ready:
+                sender.copy_next(self._store)
+        return worked
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+    def _begin(self, command: Add, now: float) -> bool:
+        """Whether the request waits for blocks from now on."""
+        request, address, store = command.request, command.source, self._store
+        if not store.moves or request.prompt_logprobs is not None:
+            return False
+        try:
+            missing = store.missing([*request.prompt, *request.answered], request.cache_salt)
+        except Exception:  # whatever a request holds: the core refuses it, and says why
+            return False
+        if not missing:
+            return False
+        arrival = now - command.age
+        if (waiting := self._waiting.get(missing[0])) is not None:
+            waiting.requests.append((request, arrival))
+            return True
+        prompt_seconds = self._core.scheduler.costs.prompt_seconds
+        if not self._costs.worth(address, len(missing), prompt_seconds, now):
+            return False
+        if (link := self._links.get(address)) is None:
+            if len(self._links) >= MOST_LINKS:
+                self._links.pop(next(iter(self._links))).close()
+            link = self._links[address] = PeerLink(address, self._key, self._info, store, self.notify)
+        # To compute the blocks instead would take that long, so the request never waits twice as long for nothing.
+        patience = len(missing) * store.block_tokens * prompt_seconds
+        until = now + min(max(patience, LEAST_SECONDS), MOST_SECONDS)
+        waiting = self._waiting[missing[0]] = _Waiting(address, Fetch(missing), until, [(request, arrival)])
+        link.start(waiting.fetch)
+        return True
+
+    def _end(self, waiting: _Waiting, now: float) -> None:
+        """The requests run: they find what came, and compute the rest."""
+        fetch, address = waiting.fetch, waiting.address
+        if not fetch.ended:
+            fetch.failure = fetch.failure or "not all blocks came in time"
+        fetch.given_up = True
+        if fetch.failure:
+            self._store.failed += 1
+            self._costs.failed(address, now)
+            log.warning("blocks from %s are computed instead: %s", address, fetch.failure)
+        else:
+            self._costs.observe(address, fetch.blocks, now - fetch.since)
+            self._store.fetch_seconds = self._costs.block_seconds
+        for request, arrival in waiting.requests:
+            self._core.add(request, arrival)

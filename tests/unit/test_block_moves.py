@@ -1,0 +1,250 @@
+"""Requests that wait for blocks of another engine: whatever comes of a fetch, each is answered and no memory is lost.
+
+The thread of the link is the test, so any course of events can be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.engine.block_store import BlockStore
+from runtime.engine.core import EngineCore
+from runtime.engine.moving import moves as moves_module
+from runtime.engine.moving.costs import PAUSE_SECONDS, LinkCosts
+from runtime.engine.moving.fetching import Arrived, Fetch
+from runtime.engine.moving.moves import MOST_SECONDS, BlockMoves
+from runtime.wire.block_keys import block_keys
+from runtime.wire.limits import Limits
+from runtime.wire.messages import Add, Cancel, Delta, EngineInfo, GenerateRequest
+from tapeout.errors import RequestError
+from tests.chain_engine import ChainEngine
+from tests.fake_engine import HistoryEngine
+from tests.faulty_engine import alone
+
+BLOCK, VOCAB, NEW = 4, 12, 6
+
+
+class Link:
+    """Stands for :class:`PeerLink`: says what the test wants."""
+
+    def __init__(self, *_: Any) -> None:
+        self.fetches: list[Fetch] = []
+        self.closed = False
+
+    def start(self, fetch: Fetch) -> None:
+        self.fetches.append(fetch)
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def current(self) -> Fetch | None:
+        return next((fetch for fetch in self.fetches if not fetch.ended), None)
+
+
+class Course:
+    """An engine with few blocks, requests to it, and another engine that has all blocks."""
+
+    def __init__(self, blocks: int = 24, new: int = NEW) -> None:
+        self.engine = HistoryEngine(VOCAB, slots=blocks * BLOCK // 64 or 1, max_tokens=64, block_tokens=BLOCK)
+        self.core = EngineCore(self.engine, Limits(max_running=4, max_draft_tokens=0))
+        info = EngineInfo("d", "n", 64, VOCAB, BLOCK, blocks, BLOCK, 1, frozenset(), moves_blocks=True)
+        self.moves, self.now, self.new = BlockMoves(self.core, info, b""), 0.0, new
+        self.deltas: dict[str, list[Delta]] = {}
+        self.requests: dict[str, GenerateRequest] = {}
+        self.content: dict[bytes, bytes] = {}
+        self.places = 0  # that are taken
+
+    @property
+    def link(self) -> Link | None:
+        found: Any = self.moves._links.get("peer")
+        return found
+
+    def add(self, prompt: Sequence[int], source: str = "peer") -> str:
+        id = f"{len(self.requests)}"
+        request = GenerateRequest(id, prompt, self.new)
+        for number, key in enumerate(block_keys(prompt, BLOCK)):
+            self.content[key] = bytes(prompt[number * BLOCK : (number + 1) * BLOCK])
+        self.requests[id], self.deltas[id] = request, []
+        self.moves.take(Add(request, 0.0, source))
+        return id
+
+    def cancel(self, id: str) -> None:
+        self.moves.take(Cancel(id))
+
+    def arrive(self) -> None:
+        fetch = self.link.current if self.link else None
+        if fetch is not None and fetch.blocks < len(fetch.keys):
+            key = fetch.keys[fetch.blocks]
+            fetch.arrived.append(Arrived(key, memoryview(self.content[key]), 0))
+            fetch.blocks += 1
+            self.places += 1
+
+    def end(self, failure: str = "") -> None:
+        fetch = self.link.current if self.link else None
+        if fetch is not None:
+            fetch.failure, fetch.ended = failure, True
+
+    def work(self) -> None:
+        self.moves.work(())
+
+    def step(self) -> None:
+        if self.core.busy:
+            self.now += 0.01
+            for delta in self.core.step(self.now).deltas:
+                self.deltas[delta.id].append(delta)
+            self.core.scheduler.check()
+
+    def finish(self) -> None:
+        """Nothing more comes from the other engine."""
+        self.now += MOST_SECONDS + 1
+        self.work()
+        assert not self.moves.waiting, "requests wait for a fetch that is over"
+        while self.core.busy:
+            self.step()
+        assert not self.core.scheduler.cache.held, "blocks leaked"
+        for id, found in self.deltas.items():
+            assert [delta.finish_reason is not None for delta in found].count(True) == 1, "each ends once"
+            tokens = [token for delta in found for token in delta.tokens]
+            wanted = alone(HistoryEngine(VOCAB), self.requests[id].prompt, self.new)
+            assert tokens == wanted or (found[-1].finish_reason == "cancelled" and tokens == wanted[: len(tokens)])
+
+
+@contextmanager
+def course(**options: Any) -> Generator[Course]:
+    found = Course(**options)
+    with patch.object(moves_module, "PeerLink", Link), patch.object(moves_module, "monotonic", lambda: found.now):
+        yield found
+
+
+def prompt(number: int, blocks: int) -> list[int]:
+    """Prompts of one number begin alike."""
+    return [1 + (number * 5 + place * place) % (VOCAB - 1) for place in range(blocks * BLOCK + 1)]
+
+
+actions = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, 2), st.integers(0, 12)),
+    st.tuples(st.just("arrive"), st.integers(1, 4)),
+    st.tuples(st.sampled_from(["work", "step", "end", "fail", "cancel", "wait"]), st.integers(0, 20)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(actions, max_size=40), st.sampled_from([16, 24, 64]))
+def test_any_course_of_a_fetch_gives_every_answer_and_all_memory_back(events: list[Any], blocks: int) -> None:
+    """Planted: a request that is forgotten when it is cancelled while it waits, and blocks that stay held."""
+    with course(blocks=blocks) as one:
+        for event, *values in events:
+            if event == "add":
+                one.add(prompt(values[0], values[1]))
+            elif event == "arrive":
+                for _ in range(values[0]):
+                    one.arrive()
+            elif event == "cancel" and one.requests:
+                one.cancel(f"{values[0] % len(one.requests)}")
+            elif event == "wait":
+                one.now += values[0] / 10
+            elif event in ("end", "fail"):
+                one.end("it failed" if event == "fail" else "")
+            elif event == "work":
+                one.work()
+            elif event == "step":
+                one.step()
+        one.finish()
+
+
+def test_a_fetched_prefix_is_found_and_published() -> None:
+    with course() as one:
+        id, keys = one.add(prompt(1, 5)), block_keys(prompt(1, 5), BLOCK)
+        one.core.routing.next([watcher := moves_watcher()])
+        for _ in range(5):
+            one.arrive()
+        one.work()
+        one.end()
+        one.work()
+        one.finish()
+        assert one.deltas[id][0].cached_tokens == 5 * BLOCK and one.core.blocks.fetched == 5
+        published = one.core.routing.next([watcher])[0].blocks.published
+        assert all(key[:16] in published for key in keys), "other engines and gateways hear of them"
+        fetch = one.link.fetches[0] if one.link else None
+        assert fetch is not None and fetch.free.qsize() == 5, "all places are given back"
+
+
+def moves_watcher() -> Any:
+    from runtime.engine.routing import RoutingWatcher
+
+    watcher = RoutingWatcher()
+    watcher.begin(1)
+    return watcher
+
+
+def test_a_fetch_that_brings_nothing_is_given_up_in_time() -> None:
+    with course() as one:
+        id = one.add(prompt(1, 5))
+        one.arrive()
+        one.work()
+        one.now += MOST_SECONDS + 0.1
+        one.work()
+        assert not one.moves.waiting and one.core.blocks.failed == 1
+        one.finish()
+        assert one.deltas[id][0].cached_tokens == BLOCK, "what came is used"
+        one.add(prompt(2, 5))
+        assert not one.moves.waiting, "nothing is fetched over a link that has just failed"
+        one.now += PAUSE_SECONDS
+        one.add(prompt(0, 5))
+        assert one.moves.waiting
+        one.finish()
+
+
+def test_blocks_that_are_computed_sooner_are_not_fetched() -> None:
+    costs = LinkCosts(block_bytes=1 << 20, block_tokens=64)
+    assert costs.worth("a", 10, prompt_seconds=0.0002, now=0), "10 MB against 128 ms"
+    assert not costs.worth("a", 10, prompt_seconds=0.00001, now=0), "against 6 ms"
+    costs.observe("a", 10, 10.0)
+    for _ in range(9):
+        costs.observe("a", 10, 1000.0)
+    assert not costs.worth("a", 10, prompt_seconds=0.0002, now=0), "a slow link"
+    assert costs.worth("b", 10, prompt_seconds=0.0002, now=0), "another one"
+    assert not costs.worth("b", 0, prompt_seconds=0.0002, now=0)
+
+
+def test_recurrent_state_is_refused_by_name_and_computed() -> None:
+    engine = ChainEngine(blocks=16, slots=4)
+    core = EngineCore(engine, Limits(max_running=2))
+    assert not core.blocks.moves
+    with pytest.raises(RequestError, match="recurrent state cannot be moved yet"):
+        core.blocks.require("paged")
+    info = EngineInfo("chain", "n", 64, 211, 4, 16, 4, 1, frozenset())
+    moves = BlockMoves(core, info, b"")
+    moves.take(Add(GenerateRequest("a", [1] * 20, 3), 0.0, "unix:/nowhere"))
+    assert not moves.waiting and core.busy
+    sound = HistoryEngine(VOCAB, slots=2, max_tokens=64, block_tokens=BLOCK)
+    with pytest.raises(RequestError, match="recurrent state cannot be moved yet"):
+        EngineCore(sound, Limits()).blocks.require("recurrent")
+
+
+def store(blocks: int) -> tuple[HistoryEngine, EngineCore, BlockStore]:
+    engine = HistoryEngine(VOCAB, slots=1, max_tokens=blocks * BLOCK, block_tokens=BLOCK)
+    core = EngineCore(engine, Limits(max_running=1, max_draft_tokens=0))
+    return engine, core, core.blocks
+
+
+def test_a_block_that_comes_takes_no_memory_that_is_in_use() -> None:
+    """Planted: memory of a running request is taken where nothing else is free."""
+    _, core, blocks = store(4)
+    core.add(GenerateRequest("r", prompt(1, 3), 3), 0)
+    core.step(0)
+    assert core.scheduler.cache.held == 4
+    assert not blocks.write(b"k" * 32, memoryview(bytes(BLOCK)))
+    while core.busy:
+        core.step(0)
+    assert blocks.write(b"k" * 32, memoryview(bytes([1, 2, 3, 4]))) and not core.scheduler.cache.held
+    content = memoryview(bytearray(BLOCK))
+    assert blocks.read(b"k" * 32, content) and bytes(content) == bytes([1, 2, 3, 4])
