@@ -25,15 +25,13 @@ from engines.passes.onnxruntime import block_linears
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tapeout.quantized import QuantizedWeight
-from tapeout.schemes import Scheme
 from tests.lowering import model_of, named, parameter, value
+from tests.random_linears import MXFP4, ROUNDING
 
 Array = NDArray[Any]
 Matrix = NDArray[np.float32]
 Run = Callable[..., list[Array]]
-MXFP4 = Scheme(bits=4, format="mxfp4")
 STOCK = "native kernels are left out of this test"
-ROUNDING = 2.0**-24  # of one float32 operation, relative
 makes_pages_ready = pytest.mark.skipif(
     platform.system() != "Linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14),
     reason="only Linux from 5.14 on makes pages ready",
@@ -64,23 +62,6 @@ def without_native_operators(patch: pytest.MonkeyPatch) -> str:
 
     patch.setattr(CpuKernels, "unsupported", unsupported)
     return STOCK
-
-
-def random_linear(rows: int, columns: int, fmt: Scheme, *, half: bool = True, seed: int = 0) -> QuantizedWeight:
-    """Any codes, scales of either sign and any zero points. Not ``half``: scales that float16 cannot hold.
-
-    Scales of 4-bit floats are powers of two.
-    """
-    rng = np.random.default_rng(seed)
-    groups = columns // fmt.group_size
-    scales = (rng.uniform(0.01, 0.03, (rows, groups)) * rng.choice([-1, 1], (rows, groups))).astype(np.float32)
-    if fmt == MXFP4:
-        scales = np.ldexp(np.float32(1), rng.integers(-9, -4, (rows, groups)))
-    elif half:
-        scales = scales.astype(np.float16).astype(np.float32)
-    zero_points = None if fmt.symmetric else rng.integers(0, 1 << fmt.bits, (rows, groups)).astype(np.uint8)
-    codes = rng.integers(0, 1 << fmt.bits, (rows, columns)).astype(np.uint8)
-    return QuantizedWeight(codes, scales, zero_points, fmt)
 
 
 def linear_session(

@@ -16,7 +16,7 @@ from tapeout.errors import BuildError
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.cuda import Device, at, block_linear, host, rounded
 from tests.lowering import model_of, named, value
-from tests.native import random_linear
+from tests.random_linears import random_linear
 
 KERNELS: KernelSet = CudaKernels()
 

@@ -10,7 +10,7 @@ import pytest
 from engines.kernels.cuda.packing import by_row_pair, packed
 from tapeout.schemes import Scheme
 from tests.cuda import ORDERS, TYPES, Array, Device, block_linear, host, rounded, weight
-from tests.native import ROUNDING, random_linear
+from tests.random_linears import ROUNDING, random_linear
 
 BITS = (4, 5, 6, 8)
 SPAN, WARPS = 32, 8  # channels that are summed before they are scaled; parts of K

@@ -10,7 +10,7 @@ import pytest
 from engines.kernels.cuda.parameters import Argmax, BlockGather, Gated, Norm
 from tapeout.schemes import Scheme
 from tests.cuda import ORDERS, TYPES, Array, Device, at, host, read, weight
-from tests.native import random_linear
+from tests.random_linears import random_linear
 
 EPSILON = 1e-5
 HALF_UNIT = {"F16": 2.0**-11, "BF16": 2.0**-8}  # what rounding to 16 bits changes, relative

@@ -148,10 +148,11 @@ import tests.native as kernels
 import tests.unit.test_native_steps as steps
 from pathlib import Path
 from tapeout.schemes import Scheme
+from tests.random_linears import random_linear
 
 def run(library):
     kernels.library = lambda: Path(library)
-    linear = kernels.random_linear(40, 64, Scheme(bits=8, group_size=32, symmetric=True))
+    linear = random_linear(40, 64, Scheme(bits=8, group_size=32, symmetric=True))
     x, weight = np.ones((3, 64), np.float32), np.ones(64, np.float32)
     (y,) = kernels.linear_session("NormLinear", linear, weight=weight, epsilon=3.0)(x)
     kernels.check(y, kernels.expected(x / 2, linear, slack=3e-6))

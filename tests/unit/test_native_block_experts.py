@@ -26,7 +26,8 @@ from tapeout.operators.experts.function import experts_function
 from tapeout.quantized import QuantizedWeight, round_to_nearest
 from tapeout.schemes import Scheme
 from tests.lowering import apply, lowering, model_of, named, op, parameter, value
-from tests.native import MXFP4, Array, Matrix, expected
+from tests.native import Array, Matrix, expected
+from tests.random_linears import MXFP4
 from tests.unit.test_native_experts import GATES, activated, choices, random
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())

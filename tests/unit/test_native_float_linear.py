@@ -14,7 +14,8 @@ from engines.passes.onnxruntime import routers
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tests.lowering import apply, linear, lowering, model_of, named, op, parameter, run, value
-from tests.native import ROUNDING, Matrix
+from tests.native import Matrix
+from tests.random_linears import ROUNDING
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engines.kernels.cpu import Level
 from quantization.reference import round_activations
 from tapeout.schemes import Scheme
-from tests.native import MXFP4, Matrix, Run, check, expected, gather_session, linear_session, random_linear
+from tests.native import Matrix, Run, check, expected, gather_session, linear_session
+from tests.random_linears import MXFP4, random_linear
 
 pytestmark = pytest.mark.usefixtures("level")
 

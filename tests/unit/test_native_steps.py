@@ -27,7 +27,8 @@ from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
 from tapeout.schemes import Scheme
 from tests.lowering import model_of, named, parameter, value
-from tests.native import Array, gather_session, linear_session, random_linear
+from tests.native import Array, gather_session, linear_session
+from tests.random_linears import random_linear
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 WIDTH = 64

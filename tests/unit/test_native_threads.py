@@ -24,7 +24,8 @@ from engines.sessions import THREADS_ENTRY, cpu_options, threads_of
 from engines.targets.ort_cpu import library
 from tapeout.cores import physical_cores
 from tapeout.schemes import Scheme
-from tests.native import Array, Run, linear_session, random_linear
+from tests.native import Array, Run, linear_session
+from tests.random_linears import random_linear
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 EIGHT = Scheme(bits=8, group_size=64, symmetric=True)

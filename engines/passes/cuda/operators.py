@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from engines.kernels.cuda.plan import make_plan
+from engines.kernels.cuda.planner import make_plan
 from engines.passes.base import Lowering, PassResult
 
 

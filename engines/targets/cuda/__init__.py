@@ -117,7 +117,8 @@ class Cuda(GraphTarget):
         """Adds the plan of launches, machine code of each level, and the host's library."""
         from engines.kernels.cpu import LEVELS as PROCESSORS
         from engines.kernels.cuda import compiler
-        from engines.kernels.cuda.plan import CONSTANTS_FILE, PLAN_FILE, make_plan, with_tensors
+        from engines.kernels.cuda.plan import CONSTANTS_FILE, PLAN_FILE
+        from engines.kernels.cuda.planner import make_plan, with_tensors
 
         bundle = super().complete(lowered, model, folder)
         plan, constants = with_tensors(make_plan(model), model)

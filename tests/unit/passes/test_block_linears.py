@@ -18,7 +18,8 @@ from tapeout.errors import BuildError
 from tapeout.quantized import QuantizedWeight
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.lowering import apply, group, linear_model, lowering, model_of, named, op, operators, run, value
-from tests.native import check, expected, random_linear
+from tests.native import check, expected
+from tests.random_linears import random_linear
 
 RNG = np.random.default_rng(0)
 BITS: tuple[int, ...] = (4, 5, 6, 8)

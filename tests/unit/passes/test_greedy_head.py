@@ -11,7 +11,7 @@ from engines.passes.graph import linears
 from engines.passes.onnxruntime import block_linears, greedy_head
 from tapeout.schemes import Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, run, value
-from tests.native import random_linear
+from tests.random_linears import random_linear
 
 X = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
 OUTSIDE = "logits are not the output of a native linear; tokens are chosen outside the graph"

@@ -12,7 +12,7 @@ from engines.passes.graph import linears
 from engines.passes.onnxruntime import block_linears, linear_inputs, norms, silu
 from tapeout.schemes import Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, parameter, run, value
-from tests.native import random_linear
+from tests.random_linears import random_linear
 
 pytestmark = pytest.mark.usefixtures("native_operators")
 
