@@ -1,7 +1,8 @@
 """Kernels for GPUs run as fibers on the CPU: memory, launches, and references in numpy.
 
 Every tensor is a heap block of its own, of exactly its size, so that AddressSanitizer sees what goes beyond. Outputs
-and scratch start as NaNs.
+and scratch start as NaNs. With ``ON_DRIVER`` kernels are launched through a driver, on a GPU where there is one
+(benchmarks/gpu): a tensor is then pinned memory of the host, which kernels reach at its own address.
 
 M  tokens     N  output channels     K  input channels
 """
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.gpu.driver import Driver, Launch
 from engines.kernels.cuda import compiler
 from engines.kernels.cuda.packing import by_row_pair, packed
 from engines.kernels.cuda.parameters import BlockLinear, Weight
@@ -26,12 +28,8 @@ Array = NDArray[Any]
 TYPES = ("F16", "BF16")
 ORDERS = (0, 1, 7)  # of fibers: first thread first, last first, shuffled
 OTHER_LIBRARY = "TAPEOUT_TEST_CUDA_LIBRARY"
+ON_DRIVER, MACHINE_CODE = "TAPEOUT_TEST_CUDA_DRIVER", "TAPEOUT_TEST_CUDA_CUBIN"  # its library; what a GPU runs
 ALIGNMENT = 16  # of a GPU's allocations it is 256
-
-
-class Launch(ctypes.Structure):
-    _fields_ = (("kernel", ctypes.c_char * 56), ("parameters", ctypes.c_void_p), ("grid", ctypes.c_uint32 * 3),
-                ("threads", ctypes.c_uint32), ("shared_bytes", ctypes.c_uint32))  # fmt: skip
 
 
 class Device:
@@ -44,16 +42,21 @@ class Device:
         self._memory.posix_memalign.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
         self._memory.free.argtypes = [ctypes.c_void_p]
         self._held: list[int] = []
+        self._driver = _driver()
         self.order = order
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """NaNs, or the bytes that are NaNs in floats."""
         size = max(int(np.prod(shape)) * np.dtype(dtype).itemsize, 1)
-        address = ctypes.c_void_p()
-        assert self._memory.posix_memalign(ctypes.byref(address), ALIGNMENT, size) == 0 and address.value
-        self._held.append(address.value)
+        if self._driver:
+            address = self._driver.host_memory(size)
+        else:
+            taken = ctypes.c_void_p()
+            assert self._memory.posix_memalign(ctypes.byref(taken), ALIGNMENT, size) == 0 and taken.value
+            address = taken.value
+        self._held.append(address)
         ctypes.memset(address, 0xFF, size)
-        return np.frombuffer((ctypes.c_char * size).from_address(address.value), dtype).reshape(shape)
+        return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
 
     def put(self, values: Array) -> Array:
         held = self.empty(values.shape, values.dtype)
@@ -69,6 +72,10 @@ class Device:
         return [one.kernel.decode() for one in launches[:count]]
 
     def run(self, launch: Launch) -> None:
+        if self._driver:
+            self._driver.launch(launch, self._driver.stream)
+            self._driver.wait()
+            return
         error = self._library.tapeout_cuda_launch(ctypes.byref(launch), self.order)
         if error:
             raise RuntimeError(f"{launch.kernel.decode()}: {error.decode()}")
@@ -76,7 +83,7 @@ class Device:
     def free(self) -> None:
         """Arrays of this device may not be used any more."""
         for address in self._held:
-            self._memory.free(address)
+            self._driver.free_host_memory(address) if self._driver else self._memory.free(address)
         self._held.clear()
 
 
@@ -85,6 +92,12 @@ def host() -> Path:
     """The library of kernels; another one where tests run again with it."""
     other = os.environ.get(OTHER_LIBRARY)
     return Path(other) if other else compiler.host_library()
+
+
+@cache
+def _driver() -> Driver | None:
+    library, code = os.environ.get(ON_DRIVER), os.environ.get(MACHINE_CODE)
+    return Driver(library, Path(code).read_bytes() if code else b"") if library else None
 
 
 def at(array: Array | None) -> int | None:
@@ -123,6 +136,11 @@ def weight(device: Device, linear: QuantizedWeight, bits: int | None = None, *, 
     codes = device.put(packed(linear.codes, bits))
     shift = linear.group_size.bit_length() - 1
     return Weight(at(codes), at(device.put(scales)), at(zero_points), outputs, columns, bits, shift, half)
+
+
+def half_weight(device: Device, values: NDArray[np.float16]) -> Weight:
+    """A weight in float16 in memory of kernels; it has no scales."""
+    return Weight(at(device.put(packed(values, 16))), None, None, *values.shape, 16, 0, 0)
 
 
 def block_linear(

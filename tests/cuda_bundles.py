@@ -38,10 +38,10 @@ SCHEMES = {
 OTHERS = Scheme(bits=4, group_size=32, symmetric=False)
 
 
-def small_graph(max_tokens: int = MAX_TOKENS) -> Artifact[PortableGraph]:
-    """A llama with heads that kernels take: two of queries, one of keys."""
+def small_graph(max_tokens: int = MAX_TOKENS, family: str = "llama-rope-scaling") -> Artifact[PortableGraph]:
+    """A model with heads that kernels take: two of queries, one of keys."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    return family_graph("llama-rope-scaling", max_position_embeddings=max_tokens, **sizes)
+    return family_graph(family, max_position_embeddings=max_tokens, **sizes)
 
 
 def small_weights(graph: Artifact[PortableGraph], *, decoded: bool = False) -> FixedWeights:

@@ -37,6 +37,10 @@ class KernelSet(Protocol):
         """Why no linear or embedding of the set reads this weight."""
         ...
 
+    def unsupported_float(self, columns: int) -> str:
+        """Why no linear or embedding of the set reads a weight in float with so many input channels, as float16."""
+        ...
+
     def unsupported_cache(self, dtype: str, head_size: int) -> str:
         """Why no attention of the set reads a KV cache in float32, int8 or int4, with so many channels a head."""
         ...
@@ -57,8 +61,8 @@ class KernelSet(Protocol):
         """Of :meth:`pack_codes`."""
         ...
 
-    def pack_codes(self, codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-        """Codes ``[N, K]`` as the kernels read them."""
+    def pack_codes(self, codes: NDArray[np.uint8] | NDArray[np.float16], bits: int) -> NDArray[np.uint8]:
+        """Codes ``[N, K]`` as the kernels read them; 16 bits: values, where the set reads weights in float."""
         ...
 
     def pack_scales(self, values: NDArray[Any]) -> NDArray[Any]:

@@ -114,6 +114,10 @@ def codes(device: Device) -> None:
     linear.test_every_code_less_every_zero_point_is_exact(device, "BF16", 8)
 
 
+def halves(device: Device) -> None:
+    linear.test_a_linear_over_halves_equals_its_reference(device, 37, 192)
+
+
 def norm(device: Device) -> None:
     rows.test_a_norm_equals_its_reference(device, "F16", 2112)
 
@@ -122,8 +126,8 @@ def first_largest(device: Device) -> None:
     rows.test_argmax_is_the_first_of_the_largest_and_none_of_what_is_not_finite(device, 100)
 
 
-def attention_reference(cache: str = "int8", window: int = 0) -> Check:
-    heads = attention.Heads(cache=cache, window=window)
+def attention_reference(cache: str = "int8", window: int = 0, *, norms: bool = False) -> Check:
+    heads = attention.Heads(cache=cache, window=window, norms=norms)
     return lambda device: attention.test_attention_equals_its_reference(device, heads)
 
 
@@ -163,6 +167,9 @@ WRONG = {
         "block_linear.cu", "D::offset((float)(zero_points >> 8), 1)", "D::offset((float)(zero_points & 255), 1)",
         linear_reference,
     ),
+    "weights in float16 of rows 8 to 15 are those of rows 0 to 7": Wrong(
+        "weights.cuh", "pair == 1 ? x.y", "pair == 1 ? x.x", halves
+    ),
     "the high half of a code is lost": Wrong("weights.cuh", "0x41804180, 0xc500c500", "0x3f803f80, 0xc300c300", codes),
     "larger batches add warps in another order": Wrong(
         "block_linear.cu", "memory.sums[warp][other][lane]",
@@ -173,6 +180,13 @@ WRONG = {
     ),
     "a token sees the next one": Wrong(
         "attention.cu", "end[i] = rows.position[i] + 1", "end[i] = rows.position[i] + 2", attention_reference()
+    ),
+    "keys are normalized like queries": Wrong(
+        "attention.cu", "is_query ? p.query_norm : p.key_norm", "p.query_norm", attention_reference(norms=True)
+    ),
+    "a norm of heads takes half of the channels": Wrong(
+        "attention.cu", "i < p.D; i += WARP) squares", "i < p.D / 2; i += WARP) squares",
+        attention_reference(norms=True),
     ),
     "values have the scales of another head": Wrong(
         "attention.cu", "p.value_scales + kv * D + channel", "p.value_scales + channel", attention_reference()

@@ -18,6 +18,7 @@ from engines.kernels.cuda.parameters import PagedAttention
 from tests.cuda import ORDERS, TYPES, Array, Device, at, host, read
 
 BLOCK, PART = 64, 512  # keys
+EPSILON = 1e-5
 POSITIONS = 1400
 
 
@@ -32,6 +33,7 @@ class Heads:
     interleaved: bool = False
     rotary: bool = True
     kind: str = "F16"  # of the result
+    norms: bool = False  # of heads of queries and keys
 
     @property
     def scale(self) -> float:
@@ -60,6 +62,8 @@ class Pool:
         self.key_scales, self.value_scales = (self.device.put(one) if h.cache == "int8" else None for one in scales)
         angles = np.outer(np.arange(POSITIONS), 1 / 1000 ** (np.arange(h.D // 2) / (h.D // 2)))
         self.cosines, self.sines = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
+        weights = np.random.default_rng(9).uniform(0.5, 1.5, (2, h.D)).astype(np.float32)
+        self.query_norm, self.key_norm = weights if h.norms else (None, None)
 
     def step(self, qkv: list[Array], starts: list[int], few_tokens: int = 1, padding: int = 0) -> list[Array]:
         """New tokens ``[count, (H + 2 KV) D]`` of all sequences; their results in 16 bits ``[count, H, D]``."""
@@ -77,9 +81,10 @@ class Pool:
         tables = [put(x) if h.rotary else None for x in (self.cosines, self.sines)]
         held = [put(packed), *tables, self.keys, self.values, self.key_scales, self.value_scales, put(offsets)]
         held += [put(np.array(starts, np.int32)), put(self.tables), self.query, sums, rows, y]
+        held += [None if one is None else put(one) for one in (self.query_norm, self.key_norm)]
         sizes = (tokens, len(counts), self.tables.shape[1], h.H, h.KV, h.D, TYPES.index(h.kind), h.interleaved)
         limits = (h.window, parts, few_tokens, max(counts))
-        self.device.launch("attention", PagedAttention(*map(at, held), *sizes, *limits, h.scale, h.softcap))
+        self.device.launch("attention", PagedAttention(*map(at, held), *sizes, *limits, h.scale, h.softcap, EPSILON))
         assert (y[sum(counts) :] == 0xFFFF).all()  # padding is not written
         return [y[start:end].copy() for start, end in pairwise(offsets)]
 
@@ -98,9 +103,11 @@ def tokens(count: int, heads: Heads, seed: int) -> Array:
     return rng.standard_normal((count, (heads.H + 2 * heads.KV) * heads.D)).astype(np.float32)
 
 
-def rotated(pool: Pool, x: Array, start: int) -> NDArray[np.float64]:
-    """RoPE of heads ``[count, heads, D]``."""
+def rotated(pool: Pool, x: Array, start: int, norm: Array | None) -> NDArray[np.float64]:
+    """Norm and RoPE of heads ``[count, heads, D]``."""
     x = x.astype(np.float64)
+    if norm is not None:
+        x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPSILON) * norm
     if not pool.heads.rotary:
         return x
     c, s = (table[start : start + len(x), None].astype(np.float64) for table in (pool.cosines, pool.sines))
@@ -168,6 +175,9 @@ CASES = {
     "interleaved": Heads(interleaved=True),
     "no RoPE, 24 heads of queries": Heads(H=24, KV=1, rotary=False, cache="float16"),
     "3 heads of queries": Heads(H=9, KV=3),
+    "norms": Heads(norms=True),
+    "norms, interleaved, 128 channels": Heads(norms=True, interleaved=True, D=128, cache="float16"),
+    "norms, no RoPE": Heads(norms=True, rotary=False, D=256, H=2, KV=1),
 }
 
 
@@ -185,14 +195,14 @@ def test_attention_equals_its_reference(device: Device, heads: Heads) -> None:
     first = 0
     for sequence, (x, start, y) in enumerate(zip(new, before, results, strict=True)):
         query, key, value = split(x, heads)
-        exact = rotated(pool, query, start)
+        exact = rotated(pool, query, start, pool.query_norm)
         made = pool.query[first : first + len(x)].astype(np.float64) / heads.scale
         first += len(x)
         if pool.key_scales is not None:
             made /= np.repeat(pool.key_scales, heads.H // heads.KV, axis=0)
         np.testing.assert_allclose(made, exact, rtol=2e-3, atol=2e-4)
         keys, values = pool.held(sequence, start + len(x))
-        check_entries(keys[:, start:], rotated(pool, key, start), pool.key_scales)
+        check_entries(keys[:, start:], rotated(pool, key, start, pool.key_norm), pool.key_scales)
         check_entries(values[:, start:], value.astype(np.float64), pool.value_scales)
         positions = start + np.arange(len(x))
         written[pool.tables[sequence, positions // BLOCK], :, positions % BLOCK] = True
@@ -210,9 +220,9 @@ def test_attention_equals_its_reference(device: Device, heads: Heads) -> None:
         Heads(),
         Heads(cache="float16", window=300),
         Heads(H=3, KV=1, D=128, softcap=20.0),
-        Heads(H=2, KV=1, D=256, kind="BF16"),
+        Heads(H=2, KV=1, D=256, kind="BF16", norms=True),
     ],
-    ids=["int8", "float16, window", "128 channels, softcap", "256 channels"],
+    ids=["int8", "float16, window", "128 channels, softcap", "256 channels, norms"],
 )
 def test_a_token_has_the_same_bits_however_its_prompt_is_cut(heads: Heads) -> None:
     """At once, in chunks, token by token at the end, by either kernel, and beside others."""

@@ -20,11 +20,14 @@ LINEARS = {
     for groups in (1, 2, 4, 8)
 }
 MANY = {f"block_linear_{kind}_{bits}_many": (256, 1) for kind in ("F16", "BF16") for bits in (4, 5, 6, 8)}
+LINEARS |= {f"block_linear_F16_16_{groups}": (256, 1 if groups == 8 else 2) for groups in (1, 2, 4, 8)}
+MANY["block_linear_F16_16_many"] = (256, 1)
+CODE_LOADS = {"8": 2, "16": 4}  # of 16 bytes, of a chunk of a tile; of others one
 HEADS = {(cache, channels) for cache in ("Int8", "Half") for channels in (64, 128, 256)}
 PARTS = {f"attention_parts_{cache}_{channels}": (256, 1) for cache, channels in HEADS}
 PROMPTS = {f"attention_prompt_{cache}_{channels}": (128, 2) for cache, channels in HEADS}
 ROWS = {
-    **{f"block_gather_{bits}": (128, 4) for bits in (4, 5, 6, 8)},
+    **{f"block_gather_{bits}": (128, 4) for bits in (4, 5, 6, 8, 16)},
     **dict.fromkeys(("rotary_cache_Int8", "rotary_cache_Half", "norm_rows", "gated_rows", "argmax_parts"), (256, 4)),
     "attention_combine": (128, 4),
     "argmax_rows": (32, 16),
@@ -71,12 +74,12 @@ def test_matmuls_are_on_tensor_cores_and_load_16_bytes(kernels: dict[str, Kernel
     for name in LINEARS:
         _, _, kind, bits, groups = name.split("_")
         kernel, tiles = kernels[name], 1 if groups in "12" else 2
-        ahead = {"1": 4, "2": 2}.get(groups, 1)
+        ahead = {"1": 4, "2": 2}.get(groups, 1) if bits != "16" else {"1": 2}.get(groups, 1)
         kinds = ("HMMA", "16816", "F32", "BF16") if kind == "BF16" else ("HMMA", "16816", "F32")
         matmuls = 4 * tiles * int(groups) * ahead  # of a loop, which a compiler may keep in two forms
         assert kernel.count(*kinds) and kernel.count(*kinds) % matmuls == 0, name
         once = kernel.count("LDG", "128", "NA")  # codes, when the kernel begins and for later chunks
-        assert once >= 2 * tiles * ahead * (2 if bits == "8" else 1), name
+        assert once >= 2 * tiles * ahead * CODE_LOADS.get(bits, 1), name
         assert kernel.count("LDG", "128") - once >= 2 * int(groups) * ahead, name  # activations
     for name in MANY:
         assert kernels[name].count("HMMA", "16816", "F32") == 64, name

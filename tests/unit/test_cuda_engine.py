@@ -41,6 +41,7 @@ from tests.cuda_bundles import (
     without_machine_code,
 )
 from tests.exported import build_float, family_graph
+from tests.lowering import FixedWeights
 
 COLUMNS = MAX_TOKENS // 64
 SEQUENCES = 20
@@ -98,6 +99,37 @@ def test_an_engine_equals_the_float_engine_of_its_weights(tmp_path: Path, int8_c
     assert found[0].shape == (150, 203)
     assert np.abs(found[0] - found[1]).max() < bound * np.abs(found[1]).max()
     assert kl(found[1], found[0]) < bound / 1000
+
+
+@pytest.mark.parametrize("family", ["llama-rope-scaling", "qwen3"])
+def test_the_float_engine_is_that_of_a_cpu_in_half(tmp_path: Path, family: str) -> None:
+    """The baseline of a recipe: linears and the embedding in float16, in graphs and without; norms of heads."""
+    tokens, found = words(100, 9), list[FloatArray]()
+    graph = small_graph(family=family)
+    for target in ("cuda:host", "ort-cpu"):
+        built = build(graph, open_checkpoint(graph.folder), tmp_path / target, target=find_target(target),
+                      precision="float32", slots=2, kv_scales={}, parents={})  # fmt: skip
+        assert target == "ort-cpu" or {*built.record.plan.values()} == {"BlockLinear fp16", "BlockGather fp16"}
+        with closing(load(built.folder, threads=1)) as engine:
+            parts = logits_of(engine.step([Entry(tokens[:95], 0, blocks(0), "logits", range(95))]))
+            for at in range(95, 100):
+                parts += logits_of(engine.step([Entry([tokens[at]], at, blocks(0), "logits")]))
+        found.append(np.concatenate(parts))
+    assert np.abs(found[0] - found[1]).max() < 2e-3 * np.abs(found[1]).max()
+    assert kl(found[1], found[0]) < 1e-6
+
+
+def test_weights_beyond_half_are_refused_by_name(tmp_path: Path) -> None:
+    graph = small_graph()
+    checkpoint = open_checkpoint(graph.folder)
+    tensors: dict[str, Any] = {name: checkpoint.linear(name) for name in checkpoint.names()}
+    name = next(group for group in graph.record.groups if group.name == "layers.1.down").members[0]
+    tensors[name] = np.array(tensors[name])
+    tensors[name][3, 4] = 7e4
+    with pytest.raises(BuildError, match=r"layers\.1\.down has weights beyond the range of float16") as caught:
+        build(graph, FixedWeights(tensors), tmp_path / "bundle", target=find_target("cuda:host"), precision="float32",
+              slots=1, kv_scales={}, parents={})  # fmt: skip
+    assert "in the plan" in (caught.value.remedy or "")
 
 
 def test_a_plan_costs_no_more_quality_than_on_a_cpu(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from engines.kernels.cuda.packing import by_row_pair, packed
 from tapeout.schemes import Scheme
-from tests.cuda import ORDERS, TYPES, Array, Device, block_linear, host, rounded, weight
+from tests.cuda import ORDERS, TYPES, Array, Device, block_linear, half_weight, host, rounded, weight
 from tests.random_linears import ROUNDING, random_linear
 
 BITS = (4, 5, 6, 8)
@@ -59,6 +59,22 @@ def test_a_linear_equals_its_reference(
         sizes = np.abs(exact) @ np.abs(matrix).T + np.abs(offset)
         over = np.abs(y - (exact @ matrix.T + offset)) - sizes * ROUNDING * (SPAN + columns / SPAN + WARPS)
         assert (over <= 0).all(), f"{over.max():.1e} beyond what rounding explains"
+
+
+@pytest.mark.parametrize(("outputs", "columns"), [(37, 192), (16, 96), (1, 32), (64, 640), (48, 1280)])
+def test_a_linear_over_halves_equals_its_reference(device: Device, outputs: int, columns: int) -> None:
+    """Of weights in float16, of very different sizes; a token has the same bits alone and in any batch."""
+    rng = np.random.default_rng(3)
+    values = (rng.standard_normal((outputs, columns)) * 10.0 ** rng.integers(-4, 3, (outputs, 1))).astype(np.float16)
+    held, matrix = half_weight(device, values), values.astype(np.float64)
+    bias = rng.standard_normal(outputs).astype(np.float32)
+    x, exact = rounded(activations(131, columns), "F16")
+    together = block_linear(device, held, "F16", x, bias, many_blocks=1)
+    sizes = np.abs(exact) @ np.abs(matrix).T + np.abs(bias)
+    over = np.abs(together - (exact @ matrix.T + bias)) - sizes * ROUNDING * (SPAN + columns / SPAN + WARPS)
+    assert (over <= 0).all(), f"{over.max():.1e} beyond what rounding explains"
+    for tokens in (slice(0, 1), slice(3, 12), slice(60, 81), slice(7, 40), slice(2, 70)):
+        assert np.array_equal(block_linear(device, held, "F16", x[tokens], bias), together[tokens])
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -116,6 +132,9 @@ def test_nan_and_infinity_reach_all_outputs_of_their_token(device: Device) -> No
 def test_packed_codes_are_a_permutation() -> None:
     """Of their bits: nothing is lost, and what is not there has the code of zero."""
     rng = np.random.default_rng(0)
+    halves = rng.standard_normal((40, 96)).astype(np.float16)
+    found = packed(halves, 16).view(np.float16)
+    assert found.shape == (4, 2 * 1024) and np.array_equal(np.sort(found[found != 0]), np.sort(halves.ravel()))
     for bits in BITS:
         codes = rng.integers(0, 1 << bits, (40, 96)).astype(np.uint8)
         found = packed(codes, bits)

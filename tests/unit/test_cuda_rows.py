@@ -9,7 +9,7 @@ import pytest
 
 from engines.kernels.cuda.parameters import Argmax, BlockGather, Gated, Norm
 from tapeout.schemes import Scheme
-from tests.cuda import ORDERS, TYPES, Array, Device, at, host, read, weight
+from tests.cuda import ORDERS, TYPES, Array, Device, at, half_weight, host, read, weight
 from tests.random_linears import random_linear
 
 EPSILON = 1e-5
@@ -76,6 +76,15 @@ def test_an_embedding_is_the_rows_of_its_weight(device: Device, bits: int, colum
     known = (ids >= 0) & (ids < 53)
     assert np.array_equal(y[known], table.dequantize()[ids[known]])
     assert np.isnan(y[~known]).all()
+
+
+def test_an_embedding_in_halves_is_the_rows_of_its_weight(device: Device) -> None:
+    table = random(53, 160).astype(np.float16)
+    ids = np.array([0, 52, 8, 15, 16, -1, 53, 7])
+    y = device.empty((len(ids), 160), np.float32)
+    device.launch("block_gather", BlockGather(half_weight(device, table), at(device.put(ids)), at(y), len(ids)))
+    known = (ids >= 0) & (ids < 53)
+    assert np.array_equal(y[known], table[ids[known]].astype(np.float32)) and np.isnan(y[~known]).all()
 
 
 def argmax(device: Device, logits: Array) -> list[int]:

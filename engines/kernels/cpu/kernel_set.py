@@ -56,6 +56,9 @@ class CpuKernels:
             )
         return ""
 
+    def unsupported_float(self, columns: int) -> str:
+        return "it is not quantized"
+
     def unsupported_cache(self, dtype: str, head_size: int) -> str:
         if dtype not in CACHES:
             return f"a KV cache in {dtype}, where there are kernels for {' and '.join(CACHES)}"

@@ -15,7 +15,7 @@ from tapeout.quantized import QuantizedWeight, format_of
 from tapeout.schemes import Scheme
 
 CODE_BITS = (4, 5, 6, 8)
-SMALLEST_BLOCK = 32  # input channels: two mma of 16 are summed before they are scaled
+SMALLEST_BLOCK = SPAN = 32  # input channels: two mma of 16 are summed before they are scaled
 CACHES = ("float16", "int8")
 HEAD_SIZES = (64, 128, 256)
 COMPUTED = frozenset(
@@ -49,6 +49,9 @@ class CudaKernels:
             )
         return ""
 
+    def unsupported_float(self, columns: int) -> str:
+        return "" if columns % SPAN == 0 else f"{columns} input channels, where CUDA kernels take multiples of {SPAN}"
+
     def unsupported_cache(self, dtype: str, head_size: int) -> str:
         if dtype not in CACHES:
             return f"a KV cache in {dtype}, where there are kernels for {' and '.join(CACHES)}"
@@ -57,7 +60,7 @@ class CudaKernels:
         return ""
 
     def unsupported_in_attention(self, part: AttentionPart) -> str:
-        return f"attention of the CUDA kernels has no {part}"
+        return "" if part == "head norms" else f"attention of the CUDA kernels has no {part}"
 
     def code_bits(self, weight: QuantizedWeight) -> int:
         return min(known for known in CODE_BITS if known >= format_of(weight.scheme).integer_bits)
@@ -68,7 +71,7 @@ class CudaKernels:
     def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, int]:
         return tiles_of(outputs), chunks_of(columns) * 128 * bits
 
-    def pack_codes(self, codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    def pack_codes(self, codes: NDArray[np.uint8] | NDArray[np.float16], bits: int) -> NDArray[np.uint8]:
         return packed(codes, bits)
 
     def pack_scales(self, values: NDArray[Any]) -> NDArray[Any]:

@@ -6,7 +6,8 @@ lane   4 g + t of a warp: rows g and g + 8 of a tile
 step   4 channels of a chunk for each t, from 32 (step / 2) + 8 t + 4 (step % 2) on; a chunk has four
 code   of a step: number h of pair p is channel 2 (p / 2) + h of row g + 8 (p % 2)
 
-A chunk of a tile is 128 bytes for each bit: the low four bits of all codes, 16 bytes a lane, then the others. Scales
+A chunk of a tile is 128 bytes for each bit: the low four bits of all codes, 16 bytes a lane, then the others. Of a
+weight in float16 it is a lane's eight values of a step, 16 bytes, step after step. Scales
 and zero points follow tile by tile, those of rows g and g + 8 together, ``[tiles, groups, 8, 2]``.
 """
 
@@ -29,8 +30,8 @@ def chunks_of(columns: int) -> int:
     return -(-columns // CHUNK)
 
 
-def packed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """``[N, K]`` codes as the kernels read them, ``[tiles, chunks · 128 · bits]``.
+def packed(codes: NDArray[np.uint8] | NDArray[np.float16], bits: int) -> NDArray[np.uint8]:
+    """``[N, K]`` codes as the kernels read them, ``[tiles, chunks · 128 · bits]``. 16 bits: values in float16.
 
     >>> packed(np.arange(64, dtype=np.uint8).reshape(1, 64) % 16, 4).shape
     (2, 512)
@@ -43,14 +44,17 @@ def packed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     return written
 
 
-def _packed(codes: NDArray[np.uint8], tiles: int, bits: int) -> NDArray[np.uint8]:
+def _packed(codes: NDArray[Any], tiles: int, bits: int) -> NDArray[np.uint8]:
     """Some tiles of :func:`packed`; what is not there has the code of zero."""
     outputs, columns = codes.shape
     chunks = chunks_of(columns)
-    padded = np.full((tiles * TILE, chunks * CHUNK), 1 << (bits - 1), np.uint8)
+    padded = np.full((tiles * TILE, chunks * CHUNK), 0 if bits == 16 else 1 << (bits - 1), codes.dtype)
     padded[:outputs, :columns] = codes
     # rows 8 r + g; channels 32 i + 8 t + 4 j + 2 q + h of a chunk: step 2 i + j, pair 2 q + r
     split = padded.reshape(tiles, 2, 8, chunks, 2, 4, 2, 2, 2)  # tile, r, g, chunk, i, t, j, q, h
+    if bits == 16:
+        steps = split.transpose(0, 3, 4, 6, 2, 5, 7, 1, 8)  # .., step, lane, pair, h
+        return np.ascontiguousarray(steps, "<f2").view(np.uint8).reshape(tiles, -1)
     lanes = split.transpose(0, 3, 2, 5, 4, 6, 7, 1, 8).reshape(tiles, chunks, 32, 4, 4, 2)  # .., lane, step, pair, h
     low = _words(lanes & np.uint8(15), 4 * np.arange(4)[:, None] + 16 * np.arange(2), axes=2)
     planes = [low.reshape(tiles, chunks, -1)]

@@ -145,7 +145,9 @@ class _Maker:
         query, key, _, key_cache, value_cache, *rest = node.inputs
         if key is not None:
             raise _no_kernel(node, "queries, keys and values are not the output of one linear")
-        cosines, sines, *scales, query_norm, key_norm = [*rest[3:], *[None] * 6][:6]
+        cosines, sines, *scales, query_norm, key_norm, sinks = [*rest[3:], *[None] * 7][:7]
+        if sinks is not None:
+            raise _no_kernel(node, "attention of the CUDA kernels has no sinks")
         heads, kv_heads = _int(node, "num_heads"), _int(node, "kv_num_heads")
         assert key_cache is not None and key_cache.shape is not None
         size = int(key_cache.shape[3])  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Linears over codes become BlockLinear, a kernel of our own: bandwidth-bound at one token and compute-bound at many.
 
-    Linear(x) over codes   ->   BlockLinear(x, codes, scales[, zero points][, bias])
+    Linear(x) over codes      ->   BlockLinear(x, codes, scales[, zero points][, bias])
+    Linear(x) over floats     ->   BlockLinear(x, halves, ones, none[, bias]) of 16 bits, where kernels read these
 
 What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every token and block. The
 target's kernels say which weights they take and how these lie in memory. Scales are float16 where that loses nothing,
@@ -30,7 +31,10 @@ from engines.passes.graph.linears import (
     trimmed,
     weights_of,
 )
+from tapeout.errors import BuildError
 from tapeout.quantized import QuantizedWeight
+
+HALF_BITS = 16  # of weights that are not quantized
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -43,15 +47,70 @@ def run(lowering: Lowering) -> PassResult:
     matched, declined = 0, list[str]()
     for node in nodes:
         parts, label = quantized(lowering, node), label_of(lowering, node)
-        reason = lowering.kernels.unsupported_weight(parts[0]) if parts else "it is not quantized"
+        first = parts[0] if parts else lowering.weights.linear(weights_of(node)[0])
+        reason = _unsupported(lowering.kernels, first)
         if reason:
             declined.append(f"{label}: {reason}; left to the next kernel pass")
             continue
-        _lower(lowering, node, label, parts)
+        if parts:
+            _lower(lowering, node, label, parts)
+        else:
+            _lower_floats(lowering, node, label)
         matched += 1
     if matched:
         lowering.model.opset_imports[DOMAIN] = 1
     return PassResult(matched, tuple(declined))
+
+
+def _unsupported(kernels: KernelSet, weight: QuantizedWeight | NDArray[np.float32]) -> str:
+    if isinstance(weight, QuantizedWeight):
+        return kernels.unsupported_weight(weight)
+    return kernels.unsupported_float(weight.shape[1])
+
+
+def _lower_floats(lowering: Lowering, node: ir.Node, label: str) -> None:
+    """Weights in float16, for kernels that read them."""
+    names = weights_of(node)
+    parts = [lowering.weights.linear(name) for name in names]
+    one_scheme(label, parts)
+    outputs, columns = sum(out_features_of(node)), parts[0].shape[1]  # type: ignore[union-attr]
+    codes, scales = halves(lowering, label, names, outputs, columns)
+    linear = ir.node(
+        "BlockLinear",
+        trimmed([node.inputs[0], codes, scales, None, stacked_bias(lowering, node)]),
+        attributes=float_attributes(outputs, columns),
+        domain=DOMAIN,
+        outputs=[new_value(f"{label}.matmul", node.outputs[0])],
+    )
+    put(lowering, node, [linear], "BlockLinear fp16")
+
+
+def halves(
+    lowering: Lowering, label: str, names: Sequence[str], outputs: int, columns: int
+) -> tuple[ir.Value, ir.Value]:
+    """Float weights that are stacked along their outputs, packed when they are written, and their scales: ones."""
+    kernels = lowering.kernels
+
+    def packed() -> NDArray[np.uint8]:
+        with np.errstate(over="ignore"):
+            rows = [np.asarray(lowering.weights.tensor(name), np.float32).astype(np.float16) for name in names]
+        stacked = np.concatenate(rows)
+        if not np.isfinite(stacked).all():
+            raise BuildError(
+                f"{label} has weights beyond the range of float16",
+                expected="weights of at most 65,504, as kernels read what is not quantized in float16",
+                remedy="give it a scheme in the plan, or build for ort-cpu",
+            )
+        return kernels.pack_codes(stacked, HALF_BITS)
+
+    shape = kernels.codes_shape(outputs, columns, HALF_BITS)
+    codes = deferred(lowering.model, f"{label}.codes", shape, ir.DataType.UINT8, packed)
+    ones = kernels.pack_scales(np.ones((outputs, 1), np.float16))
+    return codes, initializer(lowering.model, f"{label}.scales", ones)
+
+
+def float_attributes(outputs: int, columns: int) -> dict[str, int]:
+    return {"N": outputs, "K": columns, "bits": HALF_BITS, "block_size": columns, "half_scales": 1, "symmetric": 1}
 
 
 def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[QuantizedWeight]) -> None:

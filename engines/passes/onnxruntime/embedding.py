@@ -1,6 +1,7 @@
 """The token embedding gathers codes where the checkpoint has them.
 
     Gather(embedding, ids)   ->   BlockGather(ids, codes, scales[, zero points])            of our own kernels
+                             ->   BlockGather(ids, halves, ones)   of 16 bits, where they read weights in float
                              ->   GatherBlockQuantized(codes, ids, scales[, zero points])   where they do not run
 
 A tied output head reads the same codes; the bundle's writer stores equal bytes once.
@@ -28,6 +29,14 @@ def run(lowering: Lowering) -> PassResult:
         for n in lowering.model.graph
         if n.op_type == "Gather" and n.inputs[0] is not None and n.inputs[0].name == name
     ]
+    if not isinstance(weight, QuantizedWeight) and nodes and not lowering.kernels.unsupported_float(weight.shape[1]):
+        lowering.plan["embedding"] = "BlockGather fp16"
+        lowering.model.opset_imports[DOMAIN] = 1
+        halves = block_linears.halves(lowering, "embedding", [name], *weight.shape)
+        for node in nodes:
+            gather = _gather(node, [*halves], block_linears.float_attributes(*weight.shape))
+            replace(lowering.model, [node], [gather], {node.outputs[0]: gather.outputs[0]})
+        return PassResult(len(nodes))
     if not isinstance(weight, QuantizedWeight):
         lowering.plan["embedding"] = f"Gather {lowering.float_type}"
         return PassResult(0, (f"{name}: it is not quantized; it is gathered in float",))
@@ -60,10 +69,15 @@ def _native(lowering: Lowering, name: str, bits: int, node: ir.Node) -> ir.Node:
         model, lowering.kernels, "embedding", lambda: [_codes(lowering, name, bits)]
     )
     model.opset_imports[DOMAIN] = 1
+    inputs = [codes, scales] + ([zero_points] if zero_points is not None else [])
+    return _gather(node, inputs, {"N": weight.codes.shape[0]} | block_linears.attributes(weight, scales))
+
+
+def _gather(node: ir.Node, weight: list[ir.Value], attributes: dict[str, int]) -> ir.Node:
     return ir.node(
         "BlockGather",
-        [node.inputs[1], codes, scales] + ([zero_points] if zero_points is not None else []),
-        attributes={"N": weight.codes.shape[0]} | block_linears.attributes(weight, scales),
+        [node.inputs[1], *weight],
+        attributes=attributes,
         domain=DOMAIN,
         outputs=[new_value("embedding.rows", node.outputs[0])],
     )

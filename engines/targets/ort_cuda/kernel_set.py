@@ -33,6 +33,9 @@ class ProviderOperators:
     def unsupported_weight(self, weight: QuantizedWeight) -> str:
         return NONE
 
+    def unsupported_float(self, columns: int) -> str:
+        return "it is not quantized"
+
     def unsupported_cache(self, dtype: str, head_size: int) -> str:
         if dtype not in CACHES:
             return f"a KV cache in {dtype}, where ort-cuda has float16 and int8"

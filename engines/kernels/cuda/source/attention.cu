@@ -122,10 +122,23 @@ __device__ __forceinline__ void rotary_cache(const Attention& p) {
   const bool is_query = head < p.H, is_value = head >= p.H + p.KV, rotates = p.cosines && !is_value;
   const float* x = p.qkv + ((int64_t)token * (p.H + 2 * p.KV) + head) * p.D;
   const float* scales = is_value ? p.value_scales : p.key_scales;
+  const float* norm = is_value ? nullptr : is_query ? p.query_norm : p.key_norm;
+  float inverse = 1; /* of the root of the mean square of a head that is normalized */
+  if (norm) {
+    float squares = 0;
+    for (int i = threadIdx.x % WARP; i < p.D; i += WARP) squares = fmaf(x[i], x[i], squares);
+    inverse = 1.0f / sqrtf(warp_sum(squares) / (float)p.D + p.epsilon);
+  }
   const int64_t at = is_query ? ((int64_t)token * p.H + head) * p.D : entry(p, place.sequence, place.position, kv);
   for (int i = threadIdx.x % WARP * 2; i < half; i += 2 * WARP) { /* two pairs of channels at once */
     const int first = p.interleaved ? 2 * i : i, second = p.interleaved ? first + 2 : i + half;
     float2 a = *reinterpret_cast<const float2*>(x + first), b = *reinterpret_cast<const float2*>(x + second);
+    if (norm) {
+      const float2 u = *reinterpret_cast<const float2*>(norm + first),
+                   w = *reinterpret_cast<const float2*>(norm + second);
+      a = make_float2(a.x * inverse * u.x, a.y * inverse * u.y);
+      b = make_float2(b.x * inverse * w.x, b.y * inverse * w.y);
+    }
     if (rotates) {
       const int64_t angle = (int64_t)place.position * half + i;
       const float2 c = *reinterpret_cast<const float2*>(p.cosines + angle);

@@ -1,4 +1,4 @@
-/* y = x · Wᵀ + bias for a weight in groups of 4-, 5-, 6- or 8-bit codes and activations in 16-bit floats.
+/* y = x · Wᵀ + bias for a weight in groups of 4-, 5-, 6- or 8-bit codes, or in half, and activations in 16-bit floats.
 
    Weights are the 16-row operand of mma, tokens its 8 columns, so one token costs what eight do and every weight is
    decoded once for all tokens of a block. The warps of a block share its outputs and split the channels: warp w takes
@@ -220,35 +220,38 @@ __device__ __forceinline__ void block_linear_many(const BlockLinear& p) {
   KERNEL(block_linear_##T##_##bits##_##groups, BlockLinear, WARPS* WARP, groups > 4 ? 1 : 2) { \
     block_linear<T, bits, tiles, groups, depth>(p);                                            \
   }
-#define BLOCK_LINEARS(T, bits)                                            \
-  BLOCK_LINEAR(T, bits, 1, 1, 4)                                          \
-  BLOCK_LINEAR(T, bits, 1, 2, 2)                                          \
+#define BLOCK_LINEARS(T, bits, depth)                                     \
+  BLOCK_LINEAR(T, bits, 1, 1, depth)                                      \
+  BLOCK_LINEAR(T, bits, 1, 2, depth / 2)                                  \
   BLOCK_LINEAR(T, bits, 2, 4, 1)                                          \
   BLOCK_LINEAR(T, bits, 2, 8, 1)                                          \
   KERNEL(block_linear_##T##_##bits##_many, BlockLinear, WARPS* WARP, 1) { \
     block_linear_many<T, bits>(p);                                        \
   }
 #if SELECTED(LINEAR_F16_4)
-BLOCK_LINEARS(F16, 4)
+BLOCK_LINEARS(F16, 4, 4)
 #endif
 #if SELECTED(LINEAR_F16_5)
-BLOCK_LINEARS(F16, 5)
+BLOCK_LINEARS(F16, 5, 4)
 #endif
 #if SELECTED(LINEAR_F16_6)
-BLOCK_LINEARS(F16, 6)
+BLOCK_LINEARS(F16, 6, 4)
 #endif
 #if SELECTED(LINEAR_F16_8)
-BLOCK_LINEARS(F16, 8)
+BLOCK_LINEARS(F16, 8, 4)
+#endif
+#if SELECTED(LINEAR_F16_16)
+BLOCK_LINEARS(F16, 16, 2)
 #endif
 #if SELECTED(LINEAR_BF16_4)
-BLOCK_LINEARS(BF16, 4)
+BLOCK_LINEARS(BF16, 4, 4)
 #endif
 #if SELECTED(LINEAR_BF16_5)
-BLOCK_LINEARS(BF16, 5)
+BLOCK_LINEARS(BF16, 5, 4)
 #endif
 #if SELECTED(LINEAR_BF16_6)
-BLOCK_LINEARS(BF16, 6)
+BLOCK_LINEARS(BF16, 6, 4)
 #endif
 #if SELECTED(LINEAR_BF16_8)
-BLOCK_LINEARS(BF16, 8)
+BLOCK_LINEARS(BF16, 8, 4)
 #endif

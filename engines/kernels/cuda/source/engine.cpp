@@ -181,7 +181,7 @@ static void place(Engine* e, Operation* o) {
       Attention& a = o->attention;
       place(e, a.qkv), place(e, a.cosines), place(e, a.sines), place(e, a.key_cache), place(e, a.value_cache);
       place(e, a.key_scales), place(e, a.value_scales), place(e, a.query), place(e, a.part_sums);
-      place(e, a.part_rows), place(e, a.y);
+      place(e, a.part_rows), place(e, a.y), place(e, a.query_norm), place(e, a.key_norm);
       break;
     }
     case ARGMAX:

@@ -8,7 +8,7 @@
 #include <stdint.h>
 #endif
 
-/* A weight [N, K] in groups of codes, packed by packing.py. */
+/* A weight [N, K] in groups of codes, packed by packing.py; of 16 bits: in half, without scales. */
 typedef struct {
   const uint8_t* codes;       /* [tiles, chunks, 128 * bits] */
   const void* scales;         /* [tiles, groups, 16] half or float: rows 0, 8, 1, 9, ... of a tile */
@@ -63,7 +63,7 @@ typedef struct {
 } Argmax;
 enum { ARGMAX_PARTS = 32 };
 
-/* RoPE, the new entries of a KV cache, and attention over it, for packed tokens of B sequences: those of sequence b are
+/* Norms of heads, RoPE, the new entries of a KV cache, and attention over it, for packed tokens of B sequences: those of sequence b are
    offsets[b] to offsets[b + 1] - 1, at positions from starts[b]. Position p of it is token p % 64 of block
    table[b, p / 64]. Tokens from offsets[B] on are padding. */
 typedef struct {
@@ -74,14 +74,16 @@ typedef struct {
   const int32_t *offsets, *starts, *table; /* [B + 1], [B], [B, columns] */
   void* query;                             /* [M, H, D] half: rotated, times the scales of scores and of keys */
   float* part_sums;                        /* [M, H, parts, D] scratch of sequences that are cut into parts */
-  float* part_rows; /* [M, H, parts, 2]: the largest score in powers of two, and the sum of weights */
-  void* y;          /* [M, H D] 16-bit floats */
+  float* part_rows;                   /* [M, H, parts, 2]: the largest score in powers of two, and the sum of weights */
+  void* y;                            /* [M, H D] 16-bit floats */
+  const float *query_norm, *key_norm; /* [D] weights of an RMSNorm of each head before RoPE; or NULL */
   int32_t M, B, columns, H, KV, D, bfloat16;
   int32_t interleaved, window; /* window: last keys that a token sees; 0: all */
   int32_t parts;               /* of ATTENTION_PART keys, of the longest sequence */
   int32_t few_tokens;          /* sequences of up to so many new tokens are cut into parts */
   int32_t most_tokens;         /* new ones of a sequence */
   float scale, softcap;        /* softcap: 0: none */
+  float epsilon;               /* of the norms */
 } Attention;
 enum { ATTENTION_BLOCK = 64, ATTENTION_PART = 512 };
 

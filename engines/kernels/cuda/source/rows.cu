@@ -67,12 +67,20 @@ KERNEL(gated_rows, Gated, ROW_THREADS, 4) {
 }
 
 /* Four values of a row: half `second` of a tile, step and pair of codes. */
-template <int BITS, int step>
+template <int step, int BITS>
 __device__ __forceinline__ float4 decoded(const Codes<BITS>& codes, bool second, float scale, float zero_point) {
   const uint32_t first = second ? codes.template at<step, 1, 0>() : codes.template at<step, 0, 0>();
   const uint32_t last = second ? codes.template at<step, 3, 0>() : codes.template at<step, 2, 0>();
   return make_float4(((float)(first & 0xffff) - zero_point) * scale, ((float)(first >> 16) - zero_point) * scale,
                      ((float)(last & 0xffff) - zero_point) * scale, ((float)(last >> 16) - zero_point) * scale);
+}
+
+template <int step>
+__device__ __forceinline__ float4 decoded(const Codes<16>& codes, bool second, float scale, float) {
+  const uint32_t first = second ? codes.halves<step, 1>() : codes.halves<step, 0>();
+  const uint32_t last = second ? codes.halves<step, 3>() : codes.halves<step, 2>();
+  return make_float4(f16_to_float((uint16_t)first) * scale, f16_to_float((uint16_t)(first >> 16)) * scale,
+                     f16_to_float((uint16_t)last) * scale, f16_to_float((uint16_t)(last >> 16)) * scale);
 }
 
 /* A thread decodes what one lane of a linear has of the row: 16 channels of a chunk. */
@@ -95,10 +103,8 @@ __device__ __forceinline__ void block_gather(const BlockGather& p) {
     const float scale = !known ? no_number() : second ? rows.scales.y : rows.scales.x;
     const float zero_point = (float)(second ? rows.zero_points >> 8 : rows.zero_points & 255);
     float4* to = reinterpret_cast<float4*>(y + span * SPAN);
-    to[0] =
-        span ? decoded<BITS, 2>(codes, second, scale, zero_point) : decoded<BITS, 0>(codes, second, scale, zero_point);
-    to[1] =
-        span ? decoded<BITS, 3>(codes, second, scale, zero_point) : decoded<BITS, 1>(codes, second, scale, zero_point);
+    to[0] = span ? decoded<2>(codes, second, scale, zero_point) : decoded<0>(codes, second, scale, zero_point);
+    to[1] = span ? decoded<3>(codes, second, scale, zero_point) : decoded<1>(codes, second, scale, zero_point);
   }
 }
 #define BLOCK_GATHER(bits)                                      \
@@ -116,6 +122,9 @@ BLOCK_GATHER(6)
 #endif
 #if SELECTED(GATHER_8)
 BLOCK_GATHER(8)
+#endif
+#if SELECTED(GATHER_16)
+BLOCK_GATHER(16)
 #endif
 
 /* The larger, a NaN above all, and of equals the one further left. */

@@ -86,6 +86,22 @@ struct Codes<8> : Codes<4> {
   }
 };
 
+/* Weights in half, as they are: the four operand registers of a step lie together, step after step. */
+template <>
+struct Codes<16> {
+  uint4 steps[STEPS];
+  __device__ __forceinline__ void load(const uint8_t* chunk, int lane) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+      steps[step] = load_once(reinterpret_cast<const uint4*>(chunk + step * 64 * 8) + lane);
+  }
+  template <int step, int pair>
+  __device__ __forceinline__ uint32_t halves() const {
+    const uint4& x = steps[step];
+    return pair == 0 ? x.x : pair == 1 ? x.y : pair == 2 ? x.z : x.w;
+  }
+};
+
 /* Codes less their zero point in 16-bit floats, exactly. A code or'ed into the fraction of a power of two is that power
    plus the code; what is added takes both the power and the zero point away again. `offset` is of a row. */
 template <class T, int BITS>
@@ -103,6 +119,15 @@ struct Decoder<F16, BITS> {
     if (pair % 2 && BITS < 8)
       return fma_f16x2(codes.template at<step, pair, 4>() | 0x64006400, 0x2c002c00, offset); /* · 1 / 16 */
     return add_f16x2(codes.template at<step, pair, 0>() | 0x64006400, offset);
+  }
+};
+
+template <>
+struct Decoder<F16, 16> {
+  static __device__ __forceinline__ uint32_t offset(float, int) { return 0; }
+  template <int step, int pair>
+  static __device__ __forceinline__ uint32_t decode(const Codes<16>& codes, uint32_t) {
+    return codes.halves<step, pair>();
   }
 };
 
@@ -153,8 +178,8 @@ __device__ __forceinline__ int groups_of(const Weight& w) {
 
 template <int BITS>
 __device__ __forceinline__ RowPair load_rows(const Weight& w, int tile, int channel, int g) {
-  const int at = (tile * groups_of(w) + (smaller(channel, w.K - 1) >> w.group_shift)) * (TILE / 2) + g;
   RowPair rows;
+  const int at = (tile * groups_of(w) + (smaller(channel, w.K - 1) >> w.group_shift)) * (TILE / 2) + g;
   if (w.half_scales) {
     const uint32_t both = static_cast<const uint32_t*>(w.scales)[at];
     rows.scales = make_float2(f16_to_float((uint16_t)both), f16_to_float((uint16_t)(both >> 16)));
@@ -163,6 +188,14 @@ __device__ __forceinline__ RowPair load_rows(const Weight& w, int tile, int chan
   }
   const uint32_t middle = 0x0101 << (BITS - 1);
   rows.zero_points = w.zero_points ? reinterpret_cast<const uint16_t*>(w.zero_points)[at] : middle;
+  return rows;
+}
+
+/* Weights in half have neither. */
+template <>
+__device__ __forceinline__ RowPair load_rows<16>(const Weight&, int, int, int) {
+  RowPair rows;
+  rows.scales = make_float2(1, 1), rows.zero_points = 0;
   return rows;
 }
 
