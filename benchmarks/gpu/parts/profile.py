@@ -1,0 +1,40 @@
+"""What Nsight Compute counts of three kernels: shares of the memory's and the tensor cores' rates."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import sys
+
+from benchmarks.gpu.parts.kernels import ROOT
+from benchmarks.gpu.place import LeftOutError, Place, Record
+
+TOOL = "ncu"
+METRICS = (
+    "gpu__time_duration.sum",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+)
+# By the part that launches them.
+KERNELS = {"linears": ("block_linear_F16_4_1", "block_linear_F16_4_many"), "attention": ("attention_parts_Int8_128",)}
+
+
+def run(place: Place, record: Record) -> None:
+    program = shutil.which(TOOL)
+    if program is None:
+        raise LeftOutError(f"{TOOL} is not installed")
+    for part, names in KERNELS.items():
+        for name in names:
+            command = [program, "--csv", "--clock-control", "none", "--metrics", ",".join(METRICS), "--kill", "yes",
+                       "--kernel-name", name, "--launch-skip", "2", "--launch-count", "1",
+                       sys.executable, "-m", "benchmarks.gpu.part", part, str(place.kernels),
+                       str(place.scratch / f"profile-{name}"), place.level]  # fmt: skip
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+            rows = list(csv.DictReader(lines))
+            if not rows:
+                record(name, does_not_run=(done.stdout + done.stderr).strip()[-300:])
+            for row in rows:
+                record(name, metric=row["Metric Name"], unit=row["Metric Unit"], value=row["Metric Value"])
