@@ -99,3 +99,6 @@ def test_a_machine_with_a_gpu_is_named_in_evidence(tmp_path: Path, monkeypatch: 
     )
     assert target.features() == ("sm90",) and runs_here(bundle).features == ("sm90",)
     assert ort_cuda().status is Status.OK and "sm90" in ort_cuda().found
+    assert find_target("tensorrt-rtx").features() == ("sm90",)
+    machine(monkeypatch, None)
+    assert find_target("tensorrt-rtx").features() == ()

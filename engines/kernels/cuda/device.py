@@ -21,6 +21,14 @@ class Gpu:
     driver: int
 
     @property
+    def level(self) -> str:
+        """
+        >>> Gpu("L4", (8, 9), 13000).level
+        'sm89'
+        """
+        return "sm{}{}".format(*self.capability)
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         """Whose machine code it runs: its own, and that of earlier minor versions.
 

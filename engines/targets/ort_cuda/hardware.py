@@ -24,7 +24,7 @@ def installed() -> str:
 def capability() -> str | None:
     """Compute capability of the first GPU, such as ``sm90``; None without a driver for CUDA 13 or a GPU."""
     gpu = find_gpu()
-    return None if isinstance(gpu, str) else f"sm{gpu.capability[0]}{gpu.capability[1]}"
+    return None if isinstance(gpu, str) else gpu.level
 
 
 def refusal() -> tuple[str, str, str]:

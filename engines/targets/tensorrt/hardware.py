@@ -1,34 +1,17 @@
-"""The GPU of this machine, as the CUDA driver reports it through ``cuda-bindings``."""
+"""The GPU of this machine, and what ``cuda-bindings`` says of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from engines.kernels.cuda.device import find_gpu
 from tapeout.errors import BuildError
 
 
 def capability() -> str | None:
-    """Compute capability of the first GPU, such as ``sm89``; None without a GPU, a driver or ``cuda-bindings``."""
-    try:
-        from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError:
-        return None
-    try:
-        checked(driver.cuInit(0))
-        if not checked(driver.cuDeviceGetCount()):
-            return None
-        device = checked(driver.cuDeviceGet(0))
-        part = driver.CUdevice_attribute
-        major, minor = (
-            checked(driver.cuDeviceGetAttribute(name, device))
-            for name in (
-                part.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                part.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            )
-        )
-    except (BuildError, RuntimeError):  # no driver library, or one that finds no device
-        return None
-    return f"sm{major}{minor}"
+    """Compute capability of the first GPU, such as ``sm89``; None without a driver for CUDA 13 or a GPU."""
+    gpu = find_gpu()
+    return None if isinstance(gpu, str) else gpu.level
 
 
 def checked(result: tuple[Any, ...]) -> Any:
