@@ -26,7 +26,6 @@ from tapeout.artifact import Artifact
 from tapeout.fingerprint import Fingerprint
 
 MODULE = "host_gpu_tensorrt"
-STREAM = 7
 
 
 Copy = Enum("Copy", ["cudaMemcpyHostToDevice", "cudaMemcpyDeviceToHost", "cudaMemcpyDeviceToDevice"])
@@ -41,6 +40,7 @@ class HostCuda:
     def __init__(self) -> None:
         self.memory: dict[int, Any] = {}
         self.streams: set[int] = set()
+        self.last_stream = 0
         self.recording: list[Callable[[], object]] | None = None
         self.graphs: dict[int, list[Callable[[], object]]] = {}
         self.launched = 0
@@ -53,8 +53,9 @@ class HostCuda:
         assert any(at <= address and address + size <= at + len(block) for at, block in self.memory.items())
 
     def cudaStreamCreate(self) -> tuple[int, int]:  # noqa: N802
-        self.streams.add(STREAM)
-        return 0, STREAM
+        self.last_stream += 1
+        self.streams.add(self.last_stream)
+        return 0, self.last_stream
 
     def cudaStreamDestroy(self, stream: int) -> tuple[int]:  # noqa: N802
         self.streams.remove(stream)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class HostDevice:
     def __init__(self) -> None:
         self.memory: dict[int, NDArray[np.uint8]] = {}
         self.copies: list[tuple[str, int]] = []
+        self.moved: Callable[[int, int, int], None] = lambda target, source, size: None
 
     def allocate(self, size: int, what: str) -> int:
         block = np.full(size + ALIGNED, 0xFF, np.uint8)
@@ -73,6 +75,7 @@ class HostDevice:
         self.require(target, size)
         self.require(source, size)
         ctypes.memmove(target, source, size)
+        self.moved(target, source, size)
         self.copies.append(("within", size))
 
     def wait(self) -> None:
@@ -97,6 +100,8 @@ class HostBinding:
         if device == "cuda":
             self.session.device.require(at, math.prod(shape) * np.dtype(element).itemsize)
         self.bound[name] = at, tuple(shape), element
+        if name.startswith(PAST):
+            self.session.places[name] = at, tuple(shape), np.dtype(element).itemsize
 
     def bind_output(self, name: str, device: str, number: int, element: Any, shape: tuple[int, ...], at: int) -> None:
         self.bind_input(name, device, number, element, shape, at)
@@ -117,9 +122,20 @@ class HostSession:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         self._session = open_session(_serialized(model), options)
         self.device = HostDevice()
+        self.device.moved = self._moved
         self.caches: dict[str, NDArray[Any]] = {}
+        self.places: dict[str, tuple[int, tuple[int, ...], int]] = {}  # addresses, shapes and sizes of caches' elements
         self.replays: dict[str, int] = {}
         self._frozen: dict[str, Any] = {}
+
+    def _moved(self, target: int, source: int, size: int) -> None:
+        """The first tokens of a block, in the array that stands for the cache at that address."""
+        for name, (at, (blocks, *shape), element) in self.places.items():
+            block_bytes = math.prod(shape) * element
+            if at <= source < at + blocks * block_bytes and name in self.caches:
+                tokens, cache = size * shape[0] // block_bytes, self.caches[name]
+                to, of = ((address - at) // block_bytes for address in (target, source))
+                cache[to, :, :tokens] = cache[of, :, :tokens]
 
     def get_inputs(self) -> list[ort.NodeArg]:
         return list(self._session.get_inputs())
