@@ -47,7 +47,7 @@ PARTS = (
     Part("kernels", 60),
     Part("engine", 60),
     Part("sanitizer", 60),
-    Part("linears", 60),
+    Part("linears", 75),
     Part("attention", 45),
     Part("steps", 120),
     Part("profile", 30),
