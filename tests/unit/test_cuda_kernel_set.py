@@ -6,14 +6,17 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from engines.costs.linears import LinearShape, linear_bytes
 from engines.kernels.cuda.kernel_set import COMPUTED, HEAD_SIZES, CudaKernels
 from engines.kernels.cuda.parameters import Weight
 from engines.kernels.cuda.planner import make_plan
 from engines.kernels.kernel_set import KernelSet
 from engines.kernels.operators import DOMAIN, OPERATORS
+from engines.load import find_target
 from engines.passes.onnxruntime import block_linears
 from tapeout.errors import BuildError
-from tapeout.schemes import STATIC_INT8, Scheme
+from tapeout.quantized import stored_by_rtn
+from tapeout.schemes import FLOAT, STATIC_INT8, Scheme
 from tests.cuda import Device, at, block_linear, host, rounded
 from tests.lowering import model_of, named, value
 from tests.random_linears import random_linear
@@ -58,6 +61,14 @@ def test_a_plan_drops_no_part_of_attention(table: int, others: tuple[str, ...], 
     node = ir.node("CachedAttention", inputs, attributes={"num_heads": 4, "kv_num_heads": 2}, domain=DOMAIN)
     with pytest.raises(BuildError, match=reason):
         make_plan(model_of(given, [named("y", node.outputs[0])]))
+
+
+def test_bytes_of_a_linear_are_known_without_a_time() -> None:
+    """A plan that is written out counts them; a chunk of a tile has 128 bytes a bit, a row a scale of two."""
+    shape, target = LinearShape(64, 32), find_target("cuda")
+    four = Scheme(bits=4, group_size=64, symmetric=True)
+    assert linear_bytes(target, shape, four, stored_by_rtn) == 2 * 128 * 4 + 32 * 2
+    assert linear_bytes(target, shape, FLOAT, stored_by_rtn) == 2 * 128 * 16 + 32 * 2
 
 
 def test_static_activations_are_not_taken() -> None:

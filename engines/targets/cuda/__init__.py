@@ -98,7 +98,9 @@ class Cuda(GraphTarget):
                 norm_rows,
                 embedding,
                 operators,
-            )
+            ),
+            attention=(cached_attention,),
+            linears=(block_linears,),
         )
 
     def at(self, level: str) -> Cuda:
