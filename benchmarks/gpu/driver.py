@@ -10,7 +10,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-P, U32 = ctypes.c_void_p, ctypes.c_uint32
+U32 = ctypes.c_uint32
 PLAIN_SHARED_BYTES, MOST_SHARED_BYTES = 48 << 10, 8  # what a launch may have; the attribute that allows more
 MULTIPROCESSORS = 16  # attribute of a device
 NON_BLOCKING, MAPPED = 1, 2
@@ -19,7 +19,7 @@ NON_BLOCKING, MAPPED = 1, 2
 class Launch(ctypes.Structure):
     """Of ``source/launch.h``."""
 
-    _fields_ = (("kernel", ctypes.c_char * 56), ("parameters", P), ("grid", U32 * 3), ("threads", U32),
+    _fields_ = (("kernel", ctypes.c_char * 56), ("parameters", ctypes.c_void_p), ("grid", U32 * 3), ("threads", U32),
                 ("shared_bytes", U32))  # fmt: skip
 
 
@@ -32,15 +32,15 @@ class Driver:
 
     def __init__(self, library: Path | str, code: bytes) -> None:
         self._library = ctypes.CDLL(str(library))
-        self._code, self._functions, self._shared = code, dict[bytes, P](), dict[bytes, int]()
-        device, context, count = ctypes.c_int(), P(), ctypes.c_int()
+        self._code, self._functions, self._shared = code, dict[bytes, ctypes.c_void_p](), dict[bytes, int]()
+        device, context, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
         self.call("cuInit", 0)
         self.call("cuDeviceGet", ctypes.byref(device), 0)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.call("cuCtxSetCurrent", context)
         self.call("cuDeviceGetAttribute", ctypes.byref(count), MULTIPROCESSORS, device)
         self.multiprocessors = count.value
-        self._module, stream = P(), P()
+        self._module, stream = ctypes.c_void_p(), ctypes.c_void_p()
         self.call("cuModuleLoadData", ctypes.byref(self._module), code or None)
         self.call("cuStreamCreate", ctypes.byref(stream), NON_BLOCKING)
         self.stream = stream.value or 0
@@ -55,29 +55,29 @@ class Driver:
 
     def host_memory(self, size: int) -> int:
         """The address of pinned memory of the host. A kernel reaches it at the same address."""
-        address = P()
+        address = ctypes.c_void_p()
         self.call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), MAPPED)
         assert address.value
         return address.value
 
     def free_host_memory(self, address: int) -> None:
-        self.call("cuMemFreeHost", P(address))
+        self.call("cuMemFreeHost", ctypes.c_void_p(address))
 
     def launch(self, launch: Launch, stream: int) -> None:
         """Also while ``stream`` is being captured, if the kernel was launched before."""
         function = self._function(launch)
-        parameters = (P * 1)(launch.parameters)
+        parameters = (ctypes.c_void_p * 1)(launch.parameters)
         grid = (U32(size) for size in launch.grid)
         sizes = (*grid, U32(launch.threads), U32(1), U32(1), U32(launch.shared_bytes))
-        self.call("cuLaunchKernel", function, *sizes, P(stream), parameters, None)
+        self.call("cuLaunchKernel", function, *sizes, ctypes.c_void_p(stream), parameters, None)
 
     def wait(self) -> None:
-        self.call("cuStreamSynchronize", P(self.stream))
+        self.call("cuStreamSynchronize", ctypes.c_void_p(self.stream))
 
-    def _function(self, launch: Launch) -> P:
+    def _function(self, launch: Launch) -> ctypes.c_void_p:
         name = launch.kernel
         if name not in self._functions:
-            self._functions[name] = P()
+            self._functions[name] = ctypes.c_void_p()
             self.call("cuModuleGetFunction", ctypes.byref(self._functions[name]), self._module, name)
         if launch.shared_bytes > self._shared.get(name, PLAIN_SHARED_BYTES):
             self.call("cuFuncSetAttribute", self._functions[name], MOST_SHARED_BYTES, ctypes.c_int(launch.shared_bytes))

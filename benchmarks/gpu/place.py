@@ -145,18 +145,17 @@ def milliseconds(place: Place, calls: Sequence[Call], *, rounds: int = 20, graph
             for call in calls:
                 call()
     torch.cuda.synchronize()
-    replay: Call
+
+    def all_calls() -> None:
+        for call in calls:
+            call()
+
+    replay: Call = all_calls
     if graph:
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured, stream=side):
-            for call in calls:
-                call()
+            all_calls()
         replay = captured.replay
-    else:
-
-        def replay() -> None:
-            for call in calls:
-                call()
 
     times = list[float]()
     for number in range(WARMUPS + rounds):

@@ -18,14 +18,14 @@ def _kernel() -> Any:
 
     tl = language
 
-    @triton.autotune(
+    @triton.autotune(  # pyright: ignore[reportUntypedFunctionDecorator]
         configs=[
             triton.Config({"BN": bn, "BK": bk}, num_warps=warps, num_stages=stages)
             for bn, bk, warps, stages in ((32, 128, 4, 4), (64, 64, 4, 4))  # each is compiled for three numbers of rows
         ],
         key=["BM", "N", "K"],
     )
-    @triton.jit
+    @triton.jit  # pyright: ignore[reportUntypedFunctionDecorator]
     def kernel(x, codes, scales, y, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, G: tl.constexpr):  # type: ignore[no-untyped-def]
         rows = tl.program_id(1) * BM + tl.arange(0, BM)
         outputs = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -61,7 +61,7 @@ class KernelSet(Protocol):
         """Of :meth:`pack_codes`."""
         ...
 
-    def pack_codes(self, codes: NDArray[np.uint8] | NDArray[np.float16], bits: int) -> NDArray[np.uint8]:
+    def pack_codes(self, codes: NDArray[Any], bits: int) -> NDArray[np.uint8]:
         """Codes ``[N, K]`` as the kernels read them; 16 bits: values, where the set reads weights in float."""
         ...
 

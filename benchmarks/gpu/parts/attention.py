@@ -92,7 +92,7 @@ def _tensors(place: Place, shape: Shape, batch: int, keys: int) -> tuple[Any, li
     import torch
 
     sizes = (batch, shape.kv_heads, keys, shape.head_size)
-    like = {"dtype": torch.bfloat16, "device": place.torch_device}
+    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": place.torch_device}
     query = torch.randn(batch, shape.heads, 1, shape.head_size, **like)
     copies = 1 if place.rehearsal else 3
     return query, [(torch.randn(sizes, **like), torch.randn(sizes, **like)) for _ in range(copies)]

@@ -89,7 +89,7 @@ def _cut_prompts(engine: Engine, shape: Shape, record: Record) -> None:
     tokens = tokens_of(shape, count, 77)
     whole = _logits(engine, [Entry(tokens, 0, blocks_of(shape, 0), "logits", [count - 1])])
     for ends in ([130, 513, count], [64, 65, count], [count - 3, count - 2, count - 1, count]):
-        start = 0
+        start, found = 0, whole[:0]
         for end in ends:
             entry = Entry(tokens[start:end], start, blocks_of(shape, 2), "logits", [end - start - 1])
             found, start = _logits(engine, [entry]), end

@@ -83,7 +83,7 @@ class CpuKernels:
     def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, int]:
         return tiles_of(outputs), TILE * columns * bits // 8
 
-    def pack_codes(self, codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    def pack_codes(self, codes: NDArray[Any], bits: int) -> NDArray[np.uint8]:
         return packed(codes, bits)
 
     def pack_scales(self, values: NDArray[Any]) -> NDArray[Any]:

@@ -71,7 +71,7 @@ class CudaKernels:
     def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, int]:
         return tiles_of(outputs), chunks_of(columns) * 128 * bits
 
-    def pack_codes(self, codes: NDArray[np.uint8] | NDArray[np.float16], bits: int) -> NDArray[np.uint8]:
+    def pack_codes(self, codes: NDArray[Any], bits: int) -> NDArray[np.uint8]:
         return packed(codes, bits)
 
     def pack_scales(self, values: NDArray[Any]) -> NDArray[Any]:

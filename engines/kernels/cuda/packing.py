@@ -30,7 +30,7 @@ def chunks_of(columns: int) -> int:
     return -(-columns // CHUNK)
 
 
-def packed(codes: NDArray[np.uint8] | NDArray[np.float16], bits: int) -> NDArray[np.uint8]:
+def packed(codes: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     """``[N, K]`` codes as the kernels read them, ``[tiles, chunks · 128 · bits]``. 16 bits: values in float16.
 
     >>> packed(np.arange(64, dtype=np.uint8).reshape(1, 64) % 16, 4).shape

@@ -55,7 +55,7 @@ class ProviderOperators:
     def codes_shape(self, outputs: int, columns: int, bits: int) -> tuple[int, ...]:
         raise NotImplementedError(NONE)
 
-    def pack_codes(self, codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    def pack_codes(self, codes: NDArray[Any], bits: int) -> NDArray[np.uint8]:
         raise NotImplementedError(NONE)
 
     def pack_scales(self, values: NDArray[Any]) -> NDArray[Any]:
