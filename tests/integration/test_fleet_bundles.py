@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,7 @@ def test_what_may_not_be_served_or_does_not_open_changes_nothing(start: Start, t
 
 def test_long_requests_go_on_elsewhere_when_the_time_is_over(start: Start, tmp_path: Path) -> None:
     async def test() -> None:
-        engines = [start(OLD), start(OLD)]
+        engines = [start(replace(OLD, step_seconds=0.04)) for _ in range(2)]
         async with connected(tmp_path, engines) as client:
             await until(lambda: states(client) == ["ready"] * 2)
             wanted = [await answer(client, n, OLD, "e") for n in range(2)]
