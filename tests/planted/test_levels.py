@@ -177,7 +177,7 @@ def test_a_level_is_served_once_it_is_verified(
         assert f"at {LEAST.name}" in capsys.readouterr().out
         assert require_judged(candidate).level == LEAST.name
         processor(patch, "avx")
-        with pytest.raises(FingerprintError, match="this CPU lacks avx2"):
+        with pytest.raises(FingerprintError, match="native kernels need avx2"):
             require_judged(candidate)
     assert require_judged(candidate).level == BEST.name
     found = artifact.load(evidence_folder(candidate, LEAST.name), LevelVerdict).record
