@@ -348,7 +348,7 @@ def source_rows(run: Run, bounds: Bounds) -> Iterator[Row]:
 def serving_rows(bounds: Bounds) -> Iterator[Row]:
     assert isinstance(bounds, serving.ServingBounds)
     record = ServingReport.model_construct(
-        slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0,
+        slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0, moved_tokens=0,
         draws=made.draws(), pressure=made.pressure(),
     )  # fmt: skip
 
@@ -412,7 +412,7 @@ def whole(
     both: dict[str, Any] = {"baseline": BASELINE, "candidate": CANDIDATE, "executed_on": machine}
     served = made.served_items()
     as_served = ServingReport.model_construct(
-        **both, slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0,
+        **both, slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0, moved_tokens=0,
         items=len(served), draws=made.draws(), pressure=made.pressure(),
     )  # fmt: skip
     of_source = source_record(made.source_answers(task_items)).model_copy(update={"executed_on": machine})
