@@ -252,3 +252,35 @@ def test_responses_have_reasoning_as_an_item_of_its_own(server: Served) -> None:
     assert final.output_text == "Done." and [item.type for item in final.output] == ["reasoning", "message"]
     deltas = [json.loads(event.model_dump_json()) for event in events if event.type == "response.reasoning_text.delta"]
     assert "".join(delta["delta"] for delta in deltas) == "Think."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_whose_format_is_text_is_told_apart_like_any_other(server: Served, stream: bool) -> None:
+    """``text`` is no constraint, so the prompt does not end with the header of the answer."""
+    say(server, f"{ANALYSIS}Think.<|start|>assistant{FINAL}Done.")
+    body: Any = {"model": MODEL, "input": "Hi", "temperature": 0, "text": {"format": {"type": "text"}}}
+    if stream:
+        with server.openai.responses.stream(**body) as events:
+            list(events)
+            output = [item.model_dump() for item in events.get_final_response().output]
+    else:
+        output = server.post("/v1/responses", body).json()["output"]
+    assert [(item["type"], item["content"][0]["text"]) for item in output] == [
+        ("reasoning", "Think."),
+        ("message", "Done."),
+    ]
+
+
+def test_the_output_of_a_response_is_input_of_the_next(server: Served) -> None:
+    """As clients go on with a conversation that no server keeps. Reasoning is left out, as the model was trained."""
+    say(server, f"{ANALYSIS}Think.<|start|>assistant{FINAL}Done.")
+    ask: Any = {"role": "user", "content": "Hi"}
+    body = {"model": MODEL, "temperature": 0}
+    first = server.post("/v1/responses", body | {"input": [ask]}).json()
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message"]
+    turns = [ask, *first["output"], {"role": "user", "content": "And now?"}]
+    second = server.post("/v1/responses", body | {"input": turns})
+    assert second.status_code == 200, second.text
+    without = [turn for turn in turns if turn.get("type") != "reasoning"]
+    alone = server.post("/v1/responses", body | {"input": without}).json()
+    assert second.json()["usage"]["input_tokens"] == alone["usage"]["input_tokens"]

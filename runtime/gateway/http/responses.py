@@ -16,6 +16,7 @@ from starlette.responses import Response
 from runtime.gateway.http.chat import begin_chat
 from runtime.gateway.http.connection import read_body, unless_disconnected
 from runtime.gateway.http.generation import ResponseChunk
+from runtime.gateway.http.requests import constraint_of
 from runtime.gateway.http.service import Service, headers
 from runtime.gateway.http.sse import EventStream, JsonResponse, event
 from runtime.gateway.protocol.bodies import (
@@ -101,6 +102,8 @@ class ResponsesBody(Body):
             return [Message(role="user", content=self.input)]
         found: list[Message] = []
         for item in self.input:
+            if item.type == "reasoning":  # of an earlier response: before an answer, templates leave it out
+                continue
             if item.role is None or item.type not in (None, "message"):
                 raise invalid(f"input of type {item.type!r} is not supported; expected: messages", "input")
             content = item.content
@@ -122,7 +125,8 @@ async def responses(service: Service, request: Request) -> Response:
     body = parse(ResponsesBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
     chat = body.chat()
     call, model, chunks = await begin_chat(service, request, chat, "resp")
-    writer = _ResponseWriter(body, call, reader(model.tool_format, tools=False, constrained=bool(chat.response_format)))
+    constrained = constraint_of(chat) is not None  # not by a format that says "text"
+    writer = _ResponseWriter(body, call, reader(model.tool_format, tools=False, constrained=constrained))
     if not body.stream:
         content = await unless_disconnected(request.receive, writer.response(chunks))
         return JsonResponse(content, headers=headers(call, body))
