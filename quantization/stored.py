@@ -46,6 +46,7 @@ DIMENSIONS = {
 }
 FIXED = {"1": 1, "2": 2, "3": 3, "16": 16}
 ATTACHED = ("_blocks", "_scales")  # parts of experts that follow the parameter's own name, without a point
+FLOAT_NAMES = ("weight", *ATTACHED)  # names, or ends of them, that parameters in float have, too
 EXPERTS = "experts"  # of a mixture: the first dimension of all parts but the shape
 SCALED: Mapping[Strategy, tuple[Dims, ...]] = {
     "tensor": ((), ("1",), ("1", "1")),
@@ -232,7 +233,7 @@ def quantized_modules(stored: Mapping[str, Stored]) -> Mapping[str, Parts]:
     modules = {
         module
         for name, (module, part) in split.items()
-        if part in NAMES and (part != "weight" or stored[name].dtype not in FLOATS)
+        if part in NAMES and (part not in FLOAT_NAMES or stored[name].dtype not in FLOATS)
     }
     found: dict[str, dict[str, Stored]] = {module: {} for module in sorted(modules)}
     for name, (module, part) in split.items():

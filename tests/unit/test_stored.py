@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from pipeline.export.checkpoint import load_checkpoint
+from quantization.stored import quantized_modules
 from tapeout.errors import TapeoutError
+from tapeout.tensor_files import stored_tensors
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json
 from tests.mutations import MUTATIONS, Mutation
 from tests.stored_formats import EXAMPLES
@@ -63,3 +65,11 @@ def test_a_defect_is_refused_or_the_weights_are_exact(mutation: Mutation, data: 
     finally:
         save_file(stored, folder / WEIGHTS)
         change_json(folder / CONFIG, quantization_config=dict(EXAMPLES[example].config))
+
+
+@pytest.mark.parametrize("name", ["attn.logit_scales", "attn.relative_blocks", "attn.weight"])
+def test_a_parameter_in_float_is_no_part_of_a_quantized_weight(name: str, tmp_path: Path) -> None:
+    """Whatever its name ends with: what ends with ``_scales`` are scales of MXFP4 where they are bytes."""
+    for dtype, found in ((torch.float32, 0), (torch.uint8, 1)):
+        save_file({name: torch.ones(4, dtype=dtype)}, tmp_path / WEIGHTS)
+        assert len(quantized_modules(stored_tensors(tmp_path))) == found
