@@ -49,16 +49,22 @@ def test_float_weights_are_taken_in_whole_spans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "others", "reason"), [(16, (), "no partial rotary"), (32, ("", "", "sinks"), "no sinks")]
+    ("table", "others", "period", "reason"),
+    [
+        (16, (), 64, "no partial rotary"),
+        (32, ("", "", "sinks"), 64, "no sinks"),
+        (32, (), 128, "no gates between queries"),
+    ],
 )
-def test_a_plan_drops_no_part_of_attention(table: int, others: tuple[str, ...], reason: str) -> None:
+def test_a_plan_drops_no_part_of_attention(table: int, others: tuple[str, ...], period: int, reason: str) -> None:
     """Planted: a pass that moves more into attention than its kernels compute."""
     caches = [value(name, ["blocks", 2, 64, 64]) for name in ("keys", "values")]
     tables = [value(name, [128, table]) for name in ("cosines", "sines")]
     weights = [value(name, [4]) if name else None for name in others]
     given = [qkv := value("qkv", [1, "tokens", 512]), *caches, *tables, *(each for each in weights if each)]
     inputs = [qkv, None, None, *caches, None, None, None, *tables, None, None, *weights]
-    node = ir.node("CachedAttention", inputs, attributes={"num_heads": 4, "kv_num_heads": 2}, domain=DOMAIN)
+    attributes = {"num_heads": 4, "kv_num_heads": 2, "query_period": period}
+    node = ir.node("CachedAttention", inputs, attributes=attributes, domain=DOMAIN)
     with pytest.raises(BuildError, match=reason):
         make_plan(model_of(given, [named("y", node.outputs[0])]))
 

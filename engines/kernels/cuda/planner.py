@@ -68,8 +68,8 @@ class _Maker:
         if not self._vocabulary:
             raise BuildError(
                 "the graph has no HeadLinear, so nothing on the device gives logits",
-                expected="a quantized lm_head whose output are the logits",
-                remedy="give lm_head a scheme of integers in the plan, or build for ort-cpu",
+                expected="an lm_head whose output are the logits",
+                remedy="build this model for ort-cpu",
             )
         return LaunchPlan(
             operations=tuple(self._operations),
@@ -153,6 +153,8 @@ class _Maker:
         size = int(key_cache.shape[3])  # type: ignore[arg-type]
         if cosines is not None and cosines.shape is not None and cosines.shape[-1] != size // 2:
             raise _no_kernel(node, "attention of the CUDA kernels has no partial rotary")
+        if _int(node, "query_period", size) != size:
+            raise _no_kernel(node, "attention of the CUDA kernels has no gates between queries")
         self._heads, self._head_size = max(self._heads, heads), max(self._head_size, size)
         pointers = {
             "qkv": self._read(query),
