@@ -231,6 +231,10 @@ def test_an_answer_of_a_given_form_has_no_channels(server: Served, monkeypatch: 
     answer = server.post("/v1/chat/completions", ASK | {"return_token_ids": True}).json()
     assert server.service.text.decode(answer["prompt_token_ids"]).endswith(f"<|start|>assistant{FINAL}")
     assert answer["choices"][0]["message"]["content"] == '{"a": 1}'
+    named = {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    said = server.post("/v1/chat/completions", ASK | named | {"include_stop_str_in_output": True}).json()
+    (call,) = said["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"a": 1}'  # without the mark that ended it
 
 
 def without_constraint(*given: Any, **named: Any) -> Any:

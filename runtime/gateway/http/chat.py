@@ -96,8 +96,9 @@ async def begin_chat(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         constraint=constraint,
-        # Marks of these formats are special tokens.
-        show_special=model.tool_format == "harmony" or (bool(tools) and model.tool_format == "mistral"),
+        # Marks of these formats are special tokens. A response that follows a constraint has none.
+        show_special=constraint is None
+        and (model.tool_format == "harmony" or (bool(tools) and model.tool_format == "mistral")),
     )
     return call, model, generate(service.client, call, choices, service.hooks)
 
