@@ -64,8 +64,8 @@ def told(reads: Iterable[Read]) -> TOLD:
     return "".join(read.reasoning for read in found), content, calls
 
 
-def read(parts: Iterable[str], **settings: bool) -> Iterator[Read]:
-    reader = HarmonyReader(**({"calls": True} | settings))
+def read(parts: Iterable[str], *, calls: bool = True) -> Iterator[Read]:
+    reader = HarmonyReader(calls=calls)
     yield from map(reader.push, parts)
     yield reader.finish()
 
@@ -113,15 +113,15 @@ ANY = st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=3)), max_size=
 
 
 @settings(max_examples=500)
-@given(words=ANY, calls=st.booleans(), begun=st.booleans(), data=st.data())
+@given(words=ANY, calls=st.booleans(), data=st.data())
 def test_the_same_text_gives_the_same_messages_however_it_is_split(
-    words: list[str], calls: bool, begun: bool, data: st.DataObject
+    words: list[str], calls: bool, data: st.DataObject
 ) -> None:
     text = "".join(words)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=20))
-    whole = told(read([text], calls=calls, begun=begun))
-    assert told(read(pieces(text, cuts), calls=calls, begun=begun)) == whole
-    assert told(read(text, calls=calls, begun=begun)) == whole
+    whole = told(read([text], calls=calls))
+    assert told(read(pieces(text, cuts), calls=calls)) == whole
+    assert told(read(text, calls=calls)) == whole
     assert calls or not whole[2]
     said = "".join([whole[0], whole[1], *(arguments for _, arguments in whole[2])])
     assert not any(mark in said for mark in ENDS)
@@ -231,6 +231,10 @@ def test_an_answer_of_a_given_form_has_no_channels(server: Served, monkeypatch: 
     answer = server.post("/v1/chat/completions", ASK | {"return_token_ids": True}).json()
     assert server.service.text.decode(answer["prompt_token_ids"]).endswith(f"<|start|>assistant{FINAL}")
     assert answer["choices"][0]["message"]["content"] == '{"a": 1}'
+    spelled = f'{{"a": "<|call|>{ANALYSIS}b"}}'  # by other tokens: a constraint allows no special ones
+    say(server, spelled)
+    assert server.post("/v1/chat/completions", ASK).json()["choices"][0]["message"]["content"] == spelled
+    say(server, '{"a": 1}')
     named = {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
     said = server.post("/v1/chat/completions", ASK | named | {"include_stop_str_in_output": True}).json()
     (call,) = said["choices"][0]["message"]["tool_calls"]

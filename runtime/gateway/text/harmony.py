@@ -29,12 +29,12 @@ Kind = Literal["content", "reasoning", "call"]
 
 
 class HarmonyReader:
-    """``calls``: the request has tools; else a call is content. ``begun``: the prompt has the header of the answer."""
+    """``calls``: the request has tools; else a call is content."""
 
-    def __init__(self, *, calls: bool, begun: bool = False) -> None:
+    def __init__(self, *, calls: bool) -> None:
         self._functions, self._calls = calls, Calls()
         self._held = ""
-        self._body: Kind | None = "content" if begun else None  # of the message that is open; None: between messages
+        self._body: Kind | None = None  # of the message that is open; None: between messages
 
     def push(self, text: str) -> Read:
         return self._read(text, ended=False)

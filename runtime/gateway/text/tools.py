@@ -47,10 +47,11 @@ def format_of(template: str) -> ToolFormat | None:
 def reader(kind: ToolFormat | None, *, tools: bool, constrained: bool) -> ToolReader | None:
     """For a response of a model that writes like this; None where it is content alone.
 
-    ``tools``: the request has some. ``constrained``: the response follows a constraint, and is one message.
+    ``tools``: the request has some. ``constrained``: the response follows a constraint. In the harmony format it is one
+    message then, whatever marks it spells.
     """
     if kind == "harmony":
-        return HarmonyReader(calls=tools, begun=constrained)
+        return None if constrained else HarmonyReader(calls=tools)
     if kind is None or not tools:
         return None
     return {"hermes": HermesReader, "llama3": Llama3Reader, "mistral": MistralReader}[kind]()
