@@ -95,7 +95,8 @@ class EngineCore:
     ) -> None:
         has = engine.capabilities
         self.engine, self.clock = engine, clock
-        limits = replace(limits, max_running=min(limits.max_running, has.max_batch))
+        # Each running request has a slot of recurrent state: whoever looks at the load sees how many can run.
+        limits = replace(limits, max_running=min(limits.max_running, has.max_batch, has.slots or has.max_batch))
         self._paged = PagedState(BlockPool(has.blocks), has.block_tokens)
         self._recurrent = RecurrentState(BlockPool(has.slots), has.block_tokens, has.snapshot_tokens)
         kinds = [kind for kind in (self._paged, self._recurrent) if kind.pool.blocks]

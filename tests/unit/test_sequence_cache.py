@@ -131,6 +131,19 @@ def core_of(
     return EngineCore(engine, Limits(**limits))
 
 
+@pytest.mark.parametrize(("kind", "places"), [("paged", 5), ("recurrent", 2), ("mixed", 2)])
+def test_the_load_says_how_many_requests_can_run(kind: str, places: int) -> None:
+    """Each has a slot of recurrent state. Else an engine whose slots are all taken would seem to have places left, and
+    a fleet would get no more engines."""
+    core = core_of(kind, slots=2, max_running=5)
+    for number in range(8):
+        core.add(GenerateRequest(str(number), [1, 2, 3, number], 20), 0)
+    for now in range(1, 4):
+        core.step(now)
+    load = core.load()
+    assert load.running == load.most_running == places and load.waiting == 8 - places
+
+
 def serve(core: EngineCore, *requests: GenerateRequest) -> dict[str, int]:
     """All at once, to their ends: prompt tokens that each found. Answers are those of each request alone, or errors."""
     for request in requests:
