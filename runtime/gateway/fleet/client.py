@@ -218,9 +218,10 @@ class FleetClient:
     @property
     def replicas_wanted(self) -> int | None:
         """Engines that there should be, by the file of the fleet; None if it has no `scaling`."""
-        if self._scaler is None:
+        if self._scaler is None or self._listing is None:
             return None
-        ready = [replica for replica in self._replicas.values() if replica.ready]
+        engines = self._listing.engines  # nobody starts external servers by this number
+        ready = [replica for replica in self._replicas.values() if replica.ready and replica.address in engines]
         reports = {one.address: EngineReport(self.router.load(one.address), one.stats) for one in ready}
         return self._scaler.look(reports, monotonic())
 
@@ -450,12 +451,15 @@ class FleetClient:
                         await flight.progress.wait()
 
     def _can_move(self, flight: _Flight, replica: Replica) -> bool:
-        """One without a token stays until it has some: its blocks are not there yet."""
+        """One without a token stays until it has some: its blocks are not there yet. One that no other engine can go
+        on with ends where it is.
+        """
         return (
             flight.replica is replica
             and flight.stream is not None
             and replica.connection is not None
             and bool(flight.answered)
+            and replica.connection.resumes(flight.request)
             and bool(self._candidates(flight, {replica}))
         )
 
