@@ -104,7 +104,14 @@ class FleetRelease:
 
     def __init__(self, fleet: Path, gateways: Sequence[str], options: ReleaseOptions) -> None:
         self._path, self._options, self._gateways = plan_path(fleet), options, Gateways(gateways, options.api_key)
-        self._listing = find_engines(fleet, FleetFile.read(fleet)).read()
+        file = FleetFile.read(fleet)
+        if file.up is not None:
+            raise ReleaseError(
+                f"the engines of {fleet} are run by `tapeout fleet`, which starts each with the bundle of `up` again",
+                expected="engines in `engines`, `table` or `kubernetes`, each run by `tapeout engine`",
+                remedy="change `bundle` in the file, then `tapeout fleet down` and `up`",
+            )
+        self._listing = find_engines(fleet, file).read()
         engines = len(self._listing.engines)
         self._least = engines - 1 if options.least_ready is None else options.least_ready
         if not 0 <= self._least < engines:

@@ -218,3 +218,11 @@ def test_a_fleet_that_cannot_spare_an_engine_is_refused(fleet: Fleet) -> None:
     fleet.bundles[ENGINES[0]] = NEW
     with pytest.raises(ReleaseError, match="2 bundles are ready"):
         fleet.change().release("new")
+
+
+def test_engines_that_are_started_again_with_their_old_bundle_are_refused(fleet: Fleet) -> None:
+    """Whoever runs them takes an engine that opens another bundle for one that has died. Planted: no look at `up`."""
+    fleet.list.write_text("key: k\nup: {bundle: b}")
+    with pytest.raises(ReleaseError, match=r"(?s)run by `tapeout fleet`.*change `bundle` in the file"):
+        fleet.change()
+    assert not fleet.log and read_plan(plan_path(fleet.list)) is None
