@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,14 @@ class FleetRelease:
 
     def __init__(self, fleet: Path, gateways: Sequence[str], options: ReleaseOptions) -> None:
         self._path, self._options, self._gateways = plan_path(fleet), options, Gateways(gateways, options.api_key)
-        self._listing = find_engines(fleet, FleetFile.read(fleet)).read()
+        file = FleetFile.read(fleet)
+        if file.up is not None:
+            raise ReleaseError(
+                f"the engines of {fleet} are run by `tapeout fleet`, which starts each with the bundle of `up` again",
+                expected="engines in `engines`, `table` or `kubernetes`, each run by `tapeout engine`",
+                remedy="change `bundle` in the file, then `tapeout fleet down` and `up`",
+            )
+        self._listing = find_engines(fleet, file).read()
         engines = len(self._listing.engines)
         self._least = engines - 1 if options.least_ready is None else options.least_ready
         if not 0 <= self._least < engines:
@@ -128,7 +135,7 @@ class FleetRelease:
             self.rollback()
         if verdict.outcome is not Outcome.PASS:
             return verdict
-        for address in self._with(plan.stable):
+        for address in self._left(plan.stable, plan.candidate):
             plan = plan.model_copy(update={"phase": "rolling"})
             self._moved(plan, address, source, plan.candidate)
             share = len(self._with(plan.candidate)) / len(self._listing.engines)
@@ -155,7 +162,7 @@ class FleetRelease:
         for address in self._with(bad):
             self._moved(plan, address, source, good)
         self._written(plan, candidate="", phase="rolled back", moving="")
-        log.info("all engines have bundle %s again", good[:12])
+        log.info("all engines that are ready have bundle %s again", good[:12])
 
     def _begun(self) -> ReleasePlan:
         """The plan to go on with: a release that is under way, or none that has begun."""
@@ -257,6 +264,23 @@ class FleetRelease:
         """Addresses of the engines that have this bundle, in the order of the list."""
         ready = self._gateways.ready()
         return [address for address in self._listing.engines if ready.get(address) == digest]
+
+    def _left(self, digest: str, wanted: str) -> Iterator[str]:
+        """Engines with one bundle, one after another, until all have the wanted one. Who is away is waited for."""
+
+        def missing() -> set[str]:
+            return {*self._listing.engines} - {*self._with(wanted)}
+
+        while missing():
+            self._until(
+                lambda: bool(self._with(digest)) or not missing(),
+                lambda: ReleaseError(
+                    f"not ready with bundle {wanted[:12]}: {', '.join(sorted(missing()))}",
+                    expected="all engines of the list",
+                    remedy="start them, or take them off the list, then run this again",
+                ),
+            )
+            yield from self._with(digest)[:1]
 
     def _written(self, plan: ReleasePlan, **changed: Any) -> ReleasePlan:
         plan = plan.model_copy(update=changed)

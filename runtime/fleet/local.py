@@ -33,8 +33,8 @@ class LocalFleet:
 
     def __init__(self, fleet: FleetFile, folder: Path) -> None:
         assert fleet.up is not None and fleet.key is not None, "only such a file is started"
+        self._file = fleet
         self._plan, self._key_file, self._key = fleet.up, fleet.key, read_key(fleet.key)
-        self._scaling = fleet.scaling
         settings = fleet.scaling or ScalingSettings()
         self._least = settings.least
         self._roster = Roster(settings, monotonic() - SETTLE_SECONDS)  # no engine speaks of itself but through here
@@ -101,7 +101,7 @@ class LocalFleet:
         addresses = self._roster.addresses(now)
         if addresses and addresses != self._addresses:
             self._addresses = addresses
-            found = FleetFile(engines=addresses, key=self._key_file, scaling=self._scaling)
+            found = self._file.model_copy(update={"engines": addresses, "up": None})
             part = self._listed.with_suffix(".part")
             part.write_text(yaml.safe_dump(found.model_dump(mode="json", exclude_none=True)))
             part.replace(self._listed)

@@ -33,6 +33,7 @@ CONNECT_SECONDS = 30.0  # that an engine has to open, before it is connected to 
 ASK_SECONDS = 1.0  # that a gateway has to say that it is there
 STUCK_SECONDS = 10.0  # without a report beyond the length of a step, until it is killed
 MOST_FAILURES, FAILURE_SECONDS = 3, 60.0  # more in so many seconds, and it is given up
+FETCH_SECONDS = 1.0  # without a request and a block that was fetched, until nobody will fetch more
 END_SECONDS = 10.0  # that a process has to end beyond the time of its requests
 LOG_LINES = 12  # of the process, that an error shows
 
@@ -223,10 +224,18 @@ class EngineRunner(Runner):
         return EngineReport(self._load, self._connection.stats, self.opening_seconds)
 
     async def idle(self, least_seconds: float) -> None:
-        """Until its requests have ended, or have had their time. ``least_seconds``: until no gateway sends it more."""
+        """Until its requests have ended and other engines have the blocks of those that went there, or until they had
+        their time. ``least_seconds``: until no gateway sends it more.
+        """
         end = monotonic() + self._drain_seconds
         await asyncio.sleep(least_seconds)
-        while monotonic() < end and (report := self.report) and report.stats.running + report.stats.waiting:
+        sent, used_at = 0, monotonic()
+        while (now := monotonic()) < end and (report := self.report) is not None:
+            stats = report.stats
+            if stats.running + stats.waiting or stats.blocks_sent > sent:
+                sent, used_at = stats.blocks_sent, now
+            elif now - used_at > FETCH_SECONDS:
+                return
             await asyncio.sleep(WATCH_SECONDS)
 
     def _ports(self) -> Iterable[int]:

@@ -16,7 +16,7 @@ from runtime.gateway.fleet.release import ReleasePlan, plan_path
 from runtime.wire.messages import GenerateRequest
 from tests.answering import Whole, whole
 from tests.faulty_engine import REFUSES, Faulty
-from tests.fleet import connected
+from tests.fleet import connected, write_list
 from tests.listening_engine import KEY, UNJUDGED, ListeningEngine
 from tests.waiting import until
 
@@ -113,6 +113,38 @@ def test_conversations_are_divided_and_have_the_limits_of_their_bundle(start: St
     run(test())
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_engines_that_are_all_replaced_bring_their_bundle_without_a_plan(
+    start: Start, tmp_path: Path, elsewhere: bool
+) -> None:
+    """As a Deployment that is rolled out, or a service that is started again. Planted: the first bundle for ever."""
+
+    async def test() -> None:
+        old, new = [start(OLD), start(OLD)], list[ListeningEngine]()
+        async with connected(tmp_path, old) as client:
+            await until(lambda: states(client) == ["ready"] * 2)
+            wanted = await answer(client, 1, OLD, "e")
+            try:
+                for number, engine in enumerate(old):
+                    engine.process.kill()
+                    engine.process.wait()
+                    place = f"unix:{tmp_path}/new{number}" if elsewhere else engine.address
+                    new.append(ListeningEngine(tmp_path, NEW, address=place))
+                    write_list(tmp_path, [one.address for one in [*new, *old[number + 1 :]]])
+                    if not number:
+                        await until(lambda: any("serves bundle" in one.why for one in client.statuses()))
+                        assert await answer(client, 1, OLD) == wanted, "that of the other one"
+                await until(lambda: states(client) == ["ready"] * 2)
+                assert client.info.digest == digest(NEW) and list(client.bundles) == [digest(NEW)]
+                assert client.info_for(b"a").digest == digest(NEW)
+                assert (await answer(client, 1, NEW)).tokens != wanted.tokens
+            finally:
+                for engine in new:
+                    engine.close()
+
+    run(test())
+
+
 def test_an_engine_opens_another_bundle_and_ends_its_requests_first(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,6 +153,8 @@ def test_an_engine_opens_another_bundle_and_ends_its_requests_first(
     async def test() -> None:
         engine = start(OLD)
         async with connected(tmp_path, [engine]) as client:
+            ReleasePlan(stable=digest(OLD), phase="done").write(plan_path(tmp_path / "fleet.yaml"))
+            await until(lambda: client.plan is not None)
             await until(client_ready := lambda: client.ready)
             (wanted,) = await asyncio.gather(answer(client, 1, OLD, "e"))
             running = asyncio.ensure_future(answer(client, 1, OLD))

@@ -16,6 +16,7 @@ from runtime.gateway.engines.client import EngineDownError
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import FromFile
 from runtime.gateway.fleet.replica import Patience
+from runtime.gateway.fleet.scaling import FleetScaler, ScalingSettings
 from runtime.wire.messages import Constraint, Delta, GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError
 from tests.answering import Whole, whole
@@ -43,9 +44,9 @@ def text_side(folder: Path, ends: Any = END_TOKEN) -> Path:
     return folder
 
 
-def written(folder: Path, servers: list[Served], model: str = MODEL) -> FromFile:
+def written(folder: Path, servers: list[Served], model: str = MODEL, most: int = 64) -> FromFile:
     text_side(folder / "text")
-    entries = [{"url": f"{server.url}/v1", "model": model, "text": "text"} for server in servers]
+    entries = [{"url": f"{server.url}/v1", "model": model, "text": "text", "most_running": most} for server in servers]
     (folder / "fleet.yaml").write_text(json.dumps({"external": entries}))
     return FromFile(folder / "fleet.yaml")
 
@@ -91,9 +92,9 @@ async def broken_off(client: FleetClient, servers: list[Served], asked: Generate
     return whole(found)
 
 
-def slow(servers: list[Served]) -> None:
+def slow(servers: list[Served], seconds: float = 0.01) -> None:
     for server in servers:
-        server.engine.before = lambda: time.sleep(0.01)
+        server.engine.before = lambda: time.sleep(seconds)
 
 
 def test_token_ids_go_there_and_come_back(servers: list[Served], tmp_path: Path) -> None:
@@ -125,6 +126,42 @@ def test_a_greedy_answer_goes_on_at_another_server(servers: list[Served], tmp_pa
             slow(servers)
             assert await broken_off(client, servers, request("r")) == wanted
             assert client.counts["resumptions"] == 1 and not client.counts["lost"]
+
+    run(test())
+
+
+def test_a_server_that_is_removed_ends_what_no_other_can_go_on_with(servers: list[Served], tmp_path: Path) -> None:
+    """What is drawn stays until its end. Planted: it moves, which only greedy answers can."""
+
+    async def test() -> None:
+        async with fronting(tmp_path, servers) as client:
+            drawn = request("d", sampling=DRAWN)
+            wanted = await answer(client, drawn), await answer(client, request("g"))
+            slow(servers, 0.05)  # so that the list is read again before they end
+            answering = [asyncio.create_task(answer(client, one)) for one in (drawn, request("g"))]
+            await until(lambda: all(flight.answered for flight in client._flights) and len(client._flights) == 2)
+            left = next(flight.replica for flight in client._flights if flight.request.id == "d")
+            assert left is not None
+            written(tmp_path, [server for server in servers if server.url not in left.address])
+            assert tuple(await asyncio.gather(*answering)) == wanted
+            assert not client.counts["lost"]
+
+    run(test())
+
+
+def test_external_servers_are_no_engines_that_scaling_starts(servers: list[Served], tmp_path: Path) -> None:
+    async def test() -> None:
+        settings = ScalingSettings(least=1, most=4, first_token_seconds=0.001, hold_seconds=0)
+        client = FleetClient(written(tmp_path, servers, most=1), tmp_path, scaler=FleetScaler(settings))
+        try:
+            await asyncio.wait_for(client.open(), 20)
+            slow(servers)
+            answering = [asyncio.create_task(answer(client, request(str(n)))) for n in range(4)]
+            await until(lambda: client.stats.running == 4)
+            assert client.replicas_wanted == 1
+            await asyncio.gather(*answering)
+        finally:
+            await client.close()
 
     run(test())
 

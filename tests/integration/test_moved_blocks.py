@@ -18,7 +18,7 @@ import pytest
 
 from runtime.gateway.engines.remote import RemoteEngine
 from runtime.wire.limits import Limits
-from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
+from runtime.wire.messages import Delta, GenerateRequest, Reopen, SamplingSettings
 from tests.answering import KINDS, Whole, whole
 from tests.exported import tiny_graph
 from tests.faulty_engine import FAIL, Faulty
@@ -111,6 +111,24 @@ def test_only_what_is_missing_is_fetched_and_only_what_is_there(start: Start, tm
             assert found[0].cached_tokens == 15 * BLOCK and here.stats.blocks_fetched == 5
             alone = await answers(there, asked("c", whole_prompt, cache_salt=b"computed again"))
             assert whole(found) == whole(alone)
+
+    run(test())
+
+
+def test_blocks_come_also_from_an_engine_that_is_about_to_open_another_bundle(start: Start, tmp_path: Path) -> None:
+    """It says so to everybody who connects. Planted: the fetch ends with that."""
+
+    async def test() -> None:
+        one, other = start(), start()
+        async with connections(tmp_path, one, other) as (there, here):
+            computed = await answers(there, asked("a", prompt()))
+            long = there.add(GenerateRequest("long", prompt(1), 250))  # for which it stays
+            await long.next()
+            there.send(Reopen(str(BUNDLE), 30.0))
+            await until(lambda: there.leaving)
+            found = await answers(here, asked("a", prompt()), one.address)
+            assert whole(found) == whole(computed)
+            assert not here.stats.fetches_failed and found[0].cached_tokens == BLOCK * BLOCKS
 
     run(test())
 

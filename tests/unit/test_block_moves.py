@@ -5,6 +5,8 @@ The thread of the link is the test, so any course of events can be drawn.
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -201,6 +203,20 @@ def test_a_fetch_that_brings_nothing_is_given_up_in_time() -> None:
         one.add(prompt(0, 5))
         assert one.moves.waiting
         one.finish()
+
+
+def test_an_engine_that_opens_another_bundle_in_the_midst_of_a_fetch_leaves_nothing() -> None:
+    """The thread of the fetch ends, and with it what holds the engine. Planted: it waits for room for ever."""
+    with course() as one:
+        one.add(prompt(1, 5))
+        one.arrive()
+        fetch, descriptor = one.link.fetches[0] if one.link else None, one.moves.wake
+        one.moves.close()
+        assert fetch is not None and fetch.given_up
+        del one.moves
+        gc.collect()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 def test_blocks_that_are_computed_sooner_are_not_fetched() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ import yaml
 
 from pipeline.cli.main import main
 from runtime.fleet.control import read_plan
+from runtime.fleet.local import LocalFleet
 from runtime.fleet.replicas import WANTED, carry_out, resolved
+from runtime.fleet.roster import Place
 from runtime.gateway.fleet.discovery import FleetFile, FleetFileError, FromFile
 
 UP = "key: engine.key\nup: {bundle: b, name: nowhere}\nscaling: {least: 2, most: 3}\n"
@@ -54,6 +57,27 @@ def test_what_replicas_get_is_of_the_cluster_and_has_absolute_paths(tmp_path: Pa
     named, _ = read_plan(written(tmp_path, UP.replace("bundle: b", "bundle: 'models:/m@champion'")))
     assert yaml.safe_load(resolved(named, "h:1"))["up"]["bundle"] == "models:/m@champion"
     assert FleetFile.model_validate(yaml.safe_load(resolved(named, "h:1"))).up
+
+
+def test_gateways_that_are_started_get_the_external_servers_and_objectives_of_the_file(tmp_path: Path) -> None:
+    """Their own list is in another folder. Planted: paths beside that one, and a list of engines alone."""
+    (tmp_path / "engine.key").write_bytes(b"k" * 32)
+    (tmp_path / "vllm.key").write_text("secret")
+    more = "external: [{url: 'http://h/v1', model: m, text: text/m, key: vllm.key}]\nslo: {availability: 0.99}\n"
+    file, _ = read_plan(written(tmp_path, UP + more))
+    folder = tmp_path / "gateway"
+    folder.mkdir()
+    here = LocalFleet(file, folder)
+    here._roster.engine("1", Place("tcp:127.0.0.1:7", "127.0.0.1", 1, 2), None, now := monotonic())
+    here._list(now)
+    (folder / "ray.yaml").write_text(resolved(file, "10.0.0.1:6379"))
+    for name in ("fleet.yaml", "ray.yaml"):
+        found = FleetFile.read(folder / name)
+        assert found.slo is not None and found.slo.availability == 0.99 and found.scaling == file.scaling
+        (server,) = found.external
+        assert (server.text, server.key) == (tmp_path / "text/m", tmp_path / "vllm.key")
+    listing = FromFile(folder / "fleet.yaml").read()
+    assert listing.engines == ("tcp:127.0.0.1:7",) and [one.api_key for one in listing.external] == ["secret"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:

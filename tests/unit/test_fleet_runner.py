@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,8 @@ import pytest
 from runtime.fleet import runner as module
 from runtime.fleet.ray_cluster import TOKEN_PATH, LocalRay
 from runtime.fleet.runner import EngineRunner
+from runtime.gateway.fleet.scaling import EngineReport
+from runtime.wire.messages import EngineLoad, EngineStats
 from tapeout.errors import TapeoutError
 from tests.command import ROOT
 from tests.waiting import until, wait_for
@@ -31,6 +34,23 @@ def command(monkeypatch: pytest.MonkeyPatch) -> None:
 def runner(folder: Path, bundle: str = "sound") -> EngineRunner:
     (folder / "key").write_bytes(KEY)
     return EngineRunner(bundle, "127.0.0.1", folder / "key", KEY, (), drain_seconds=5)
+
+
+def test_an_engine_stays_until_the_blocks_of_its_requests_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the last request that left would be computed again. Planted: it ends with its requests."""
+    looks = count()
+
+    def report(_: EngineRunner) -> EngineReport:
+        look = next(looks)
+        return EngineReport(EngineLoad(), EngineStats(running=int(look < 2), blocks_sent=min(look, 5)))
+
+    monkeypatch.setattr(EngineRunner, "report", property(report))
+    monkeypatch.setattr(module, "WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(module, "FETCH_SECONDS", 0.0)
+    asyncio.run(runner(tmp_path).idle(0.0))
+    assert next(looks) > 5
 
 
 def test_an_engine_that_is_killed_or_hangs_is_started_again_at_its_address(

@@ -218,3 +218,29 @@ def test_a_fleet_that_cannot_spare_an_engine_is_refused(fleet: Fleet) -> None:
     fleet.bundles[ENGINES[0]] = NEW
     with pytest.raises(ReleaseError, match="2 bundles are ready"):
         fleet.change().release("new")
+
+
+def test_engines_that_are_started_again_with_their_old_bundle_are_refused(fleet: Fleet) -> None:
+    """Whoever runs them takes an engine that opens another bundle for one that has died. Planted: no look at `up`."""
+    fleet.list.write_text("key: k\nup: {bundle: b}")
+    with pytest.raises(ReleaseError, match=r"(?s)run by `tapeout fleet`.*change `bundle` in the file"):
+        fleet.change()
+    assert not fleet.log and read_plan(plan_path(fleet.list)) is None
+
+
+def test_an_engine_that_was_away_gets_the_bundle_before_a_release_is_done(fleet: Fleet) -> None:
+    """Else it has one that gets no requests. Planted: only those that are ready when the others begin."""
+    fleet.away = {ENGINES[1]}
+    fleet.waited = fleet.away.clear
+    assert fleet.change(least_ready=1).release("new").outcome is Outcome.PASS
+    assert set(fleet.bundles.values()) == {NEW} and fleet.plan.phase == "done"
+
+
+def test_a_release_is_not_done_while_an_engine_is_away(fleet: Fleet) -> None:
+    fleet.away, fleet.waited = {ENGINES[1]}, lambda: None
+    with pytest.raises(ReleaseError, match=r"not ready with bundle b{12}: unix:/1"):
+        fleet.change(least_ready=1, open_seconds=0).release("new")
+    assert fleet.plan.phase == "rolling" and fleet.plan.candidate == NEW
+    fleet.away.clear()
+    assert fleet.change(least_ready=1).release("new").outcome is Outcome.PASS
+    assert set(fleet.bundles.values()) == {NEW} and fleet.plan.phase == "done"

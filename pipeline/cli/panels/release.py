@@ -1,4 +1,4 @@
-"""``tapeout fleet release`` and ``rollback``: commands that change the bundle of a fleet. They need no Ray."""
+"""``tapeout fleet release`` and ``rollback``: commands that change the bundle of engines that `tapeout engine` runs."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from runtime.wire.messages import (
     EngineInfo,
     FetchState,
     Heartbeat,
+    Leaving,
     SharedPlace,
     StatePart,
     StepReport,
@@ -39,6 +40,8 @@ IDLE_SECONDS = 30.0  # that a connection stays without a fetch
 AHEAD_BYTES, MOST_AHEAD = 8 << 20, 64  # blocks that are asked for and not taken in yet
 ASK_BYTES = 2 << 20  # asked for at once
 RECEIVE_BYTES = 1 << 20
+# The other engine says these to everybody, until it knows who this is; one that leaves its bundle still has blocks.
+_FOR_SERVERS = StepReport, Heartbeat, Leaving
 
 
 class Arrived(NamedTuple):
@@ -188,7 +191,7 @@ class PeerLink:
     def _take(self, fetch: Fetch, key: bytes, place: int) -> bool:
         """The next block; False where the other engine does not have it (any more)."""
         part = self._receive()
-        while isinstance(part, StepReport | Heartbeat):  # until the other engine knows who this is
+        while isinstance(part, _FOR_SERVERS):
             part = self._receive()
         if isinstance(part, Failure):
             raise part.error()
@@ -263,7 +266,7 @@ class PeerLink:
             end.setblocking(False)
             while data := end.recv(RECEIVE_BYTES):
                 for message in self._session.receive(data):
-                    if not isinstance(message, StepReport | Heartbeat):
+                    if not isinstance(message, _FOR_SERVERS):
                         return False
             return False
         except BlockingIOError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class BlockMoves:
         self._links: dict[str, PeerLink] = {}
         self._waiting: dict[bytes, _Waiting] = {}  # by the first key that is missing
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.wake)  # not in close(): a thread may still announce something
         if self._store.moves:
             self._store.fetch_seconds = self._costs.block_seconds
 
@@ -96,6 +98,9 @@ class BlockMoves:
         return worked
 
     def close(self) -> None:
+        """Threads end by themselves, and with them the last that holds the engine's memory."""
+        for waiting in self._waiting.values():
+            waiting.fetch.given_up = True
         for link in self._links.values():
             link.close()
 

@@ -218,9 +218,10 @@ class FleetClient:
     @property
     def replicas_wanted(self) -> int | None:
         """Engines that there should be, by the file of the fleet; None if it has no `scaling`."""
-        if self._scaler is None:
+        if self._scaler is None or self._listing is None:
             return None
-        ready = [replica for replica in self._replicas.values() if replica.ready]
+        engines = self._listing.engines  # nobody starts external servers by this number
+        ready = [replica for replica in self._replicas.values() if replica.ready and replica.address in engines]
         reports = {one.address: EngineReport(self.router.load(one.address), one.stats) for one in ready}
         return self._scaler.look(reports, monotonic())
 
@@ -450,12 +451,15 @@ class FleetClient:
                         await flight.progress.wait()
 
     def _can_move(self, flight: _Flight, replica: Replica) -> bool:
-        """One without a token stays until it has some: its blocks are not there yet."""
+        """One without a token stays until it has some: its blocks are not there yet. One that no other engine can go
+        on with ends where it is.
+        """
         return (
             flight.replica is replica
             and flight.stream is not None
             and replica.connection is not None
             and bool(flight.answered)
+            and replica.connection.resumes(flight.request)
             and bool(self._candidates(flight, {replica}))
         )
 
@@ -477,13 +481,22 @@ class FleetClient:
             if info.digest not in self._infos:
                 if self._opened is not None:
                     await self._opened(engine)
-                self._infos[info.digest] = info  # not before: conversations may get it from now on
+                # Not before: conversations may get it from now on. Without a plan there is no other one to be had.
+                known, new = self._infos, {info.digest: info}
+                self._infos = new | known if self.plan is None else known | new
             for gone in self._infos.keys() - self.bundles.keys():
                 del self._infos[gone]
 
     def _taken(self) -> tuple[str, ...]:
-        """Digests of the bundles that get requests: of the plan, or of the first engine once there is one."""
-        return tuple(self._infos)[:1] if self.plan is None else self.plan.digests
+        """Digests of the bundles that get requests: of the plan, or that of the first engine.
+
+        Without a plan and an engine of that bundle on the list, the bundle of whichever engine comes next follows it:
+        who replaces all engines means it.
+        """
+        if self.plan is not None:
+            return self.plan.digests
+        listed = {replica.digest for replica in self._replicas.values()}
+        return tuple(digest for digest in self._infos if digest in listed)[:1]
 
     def _info_of(self, digest: str) -> EngineInfo:
         """With the least room of all its engines that are listed, so that each of them takes every request."""
@@ -533,6 +546,7 @@ class FleetClient:
             log.info("engines from now on: %s", ", ".join(wanted))
         if before.plan != listing.plan:
             log.info("release: %s", "none" if listing.plan is None else listing.plan.model_dump_json())
+        if before.plan != listing.plan or not self._taken():
             for replica in self._replicas.values():
                 replica.retry()  # its bundle may get requests now
 

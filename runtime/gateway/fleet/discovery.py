@@ -81,6 +81,9 @@ class _External(BaseModel):
     key: Path | None = None
     most_running: Annotated[int, Field(ge=1)] = 64
 
+    def beside(self, folder: Path) -> _External:
+        return self.model_copy(update={"text": folder / self.text, "key": self.key and folder / self.key})
+
 
 class FleetFile(BaseModel):
     """``up``: what ``tapeout fleet`` starts. ``scaling``: what the number of engines depends on."""
@@ -105,7 +108,9 @@ class FleetFile(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> FleetFile:
-        """Its key with the folder of the file. :class:`FleetFileError` if it cannot be read."""
+        """Its key and the files of external servers with the folder of the file. :class:`FleetFileError` if it cannot
+        be read.
+        """
         try:
             found = cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
@@ -114,7 +119,9 @@ class FleetFile(BaseModel):
                 expected="YAML with `engines`, a list of tcp:HOST:PORT or unix:PATH, or where they are, and `key`",
                 remedy="docs/fleet.md has examples",
             ) from error
-        return found if found.key is None else found.model_copy(update={"key": path.parent.absolute() / found.key})
+        folder = path.parent.absolute()
+        external = tuple(server.beside(folder) for server in found.external)
+        return found.model_copy(update={"key": found.key and folder / found.key, "external": external})
 
 
 class FromFile:
@@ -129,7 +136,7 @@ class FromFile:
     def read(self) -> Listing:
         found = FleetFile.read(self._path)
         listing = self._source.read() if self._source else self._listed(found)
-        return listing._replace(external=self._external(found), plan=read_plan(plan_path(self._path)))
+        return listing._replace(external=_servers(found), plan=read_plan(plan_path(self._path)))
 
     def _listed(self, found: FleetFile) -> Listing:
         if found.engines is None and not found.external:
@@ -140,15 +147,13 @@ class FromFile:
             Address.parse(address).require_key(key)
         return Listing(engines, key)
 
-    def _external(self, found: FleetFile) -> tuple[ExternalServer, ...]:
-        folder = self._path.parent
-        servers = {
-            one.url: ExternalServer(
-                one.url, one.model, folder / one.text, _server_key(one.key and folder / one.key), one.most_running
-            )
-            for one in found.external
-        }
-        return tuple(servers.values())
+
+def _servers(found: FleetFile) -> tuple[ExternalServer, ...]:
+    servers = {
+        one.url: ExternalServer(one.url, one.model, one.text, _server_key(one.key), one.most_running)
+        for one in found.external
+    }
+    return tuple(servers.values())
 
 
 def _server_key(path: Path | None) -> str:

@@ -79,7 +79,7 @@ class Replica:
         self.suspected = False  # it is silent
         self.failures = 0  # in turn
         self.connection: FleetConnection | None = None
-        self.info: EngineInfo | None = None  # of the last connection
+        self.info: EngineInfo | None = None  # as it was said last
         self._connect, self._patience = connect, patience
         self._router, self._admit, self._changed = router, admit, changed
         self._random = Random()
@@ -97,7 +97,7 @@ class Replica:
 
     @property
     def digest(self) -> str:
-        """Of its bundle, also while it is away; empty before it was connected to."""
+        """Of its bundle, also while it is away or gets nothing; empty before it was connected to."""
         return "" if self.info is None else self.info.digest
 
     @property
@@ -149,6 +149,7 @@ class Replica:
 
     async def _open(self, connection: FleetConnection) -> None:
         await connection.open(self._patience.open)
+        self.info = connection.info
         await self._admit(connection)
         if self.failures:
             await connection.first_token(self._patience.open)
@@ -158,7 +159,7 @@ class Replica:
             info = connection.info
             kind = f"{info.digest} {info.level}" if info.moves_blocks else ""
             connection.watch(self._router.join(self.address, info.block_tokens, kind), self._heard)
-        self.failures, self.why, self.connection, self.info = 0, "", connection, connection.info
+        self.failures, self.why, self.connection = 0, "", connection
         self._become(ReplicaState.READY)
 
     def _heard(self, report: StepReport) -> int | None:
