@@ -54,6 +54,17 @@ def require_startable(file: FleetFile, plan: FleetPlan, *, here: bool) -> None:
         )
 
 
+def require_room(plan: FleetPlan, least: int, cpus: float) -> None:
+    """:class:`FleetError` where ``cpus`` are too few for the gateways and ``least`` engines: Ray would wait."""
+    needed = plan.engines.cpus * least + plan.gateways.cpus * plan.gateways.count
+    if needed > cpus:
+        raise FleetError(
+            f"{least} engines and {plan.gateways.count} gateways need {needed:g} CPUs",
+            expected=f"at most {cpus:g}, which Ray has on this machine",
+            remedy="lower `cpus` in the section `up`, which reserves and does not limit, or `least` in `scaling`",
+        )
+
+
 def _quiet_serve() -> Any:
     """Ray Serve, without its own lines between ours."""
     serve = import_serve()
@@ -156,6 +167,8 @@ class RayFleet:
         serve = _quiet_serve()
         if self._plan.name in serve.status().applications:
             raise self._is_up(address)
+        if self._local is not None:
+            require_room(self._plan, self._scaling.least, import_ray().cluster_resources().get("CPU", 0.0))
         start_roster(self._plan.name, self._scaling)
         serve.start(http_options={"location": "Disabled"})
         file = resolved(self._file, address)

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from pipeline.cli.main import main
-from runtime.fleet.control import read_plan
+from runtime.fleet.control import read_plan, require_room
+from runtime.fleet.ray_cluster import FleetError
 from runtime.fleet.replicas import WANTED, carry_out, resolved
 from runtime.gateway.fleet.discovery import FleetFile, FleetFileError, FromFile
 
@@ -128,3 +129,12 @@ def test_the_problem_of_a_file_is_named_in_its_own_words(
     path = tmp_path / "fleet.yaml" if text is None else written(tmp_path, text)
     message = run(capsys, "status", str(path))
     assert said in message and "pydantic" not in message and "<unicode string>" not in message
+
+
+def test_a_fleet_that_this_machine_has_no_room_for_is_refused(tmp_path: Path) -> None:
+    """Ray waits for ever for CPUs that no machine has."""
+    text = UP.replace("name: nowhere", "engines: {cpus: 1.5}, gateways: {count: 2, cpus: 0.5}")
+    _, plan = read_plan(written(tmp_path, text))
+    require_room(plan, 2, 4.0)
+    with pytest.raises(FleetError, match=r"3 engines and 2 gateways need 5\.5 CPUs"):
+        require_room(plan, 3, 4.0)
