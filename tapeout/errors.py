@@ -53,12 +53,18 @@ class TapeoutError(Exception):
 
 
 def one_line(error: Exception, limit: int = 600) -> str:
-    """A library's message for one of ours: without terminal colors and line breaks, and not endless.
+    """An error for a log, or inside another message: without terminal colors and line breaks, and not endless.
 
     >>> one_line(ValueError("\\x1b[1mbad\\x1b[0m\\n  file"))
     'bad file'
+    >>> one_line(TapeoutError("top_p is 2", expected="at most 1", remedy="send less"))
+    'top_p is 2; expected: at most 1; send less'
     """
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    text = str(error)
+    if isinstance(error, TapeoutError):
+        expected = f"expected: {error.expected}" if error.expected else ""
+        text = "; ".join(part for part in (error.found, expected, error.remedy) if part)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     text = " ".join(text.split()) or type(error).__name__
     return text if len(text) <= limit else f"{text[:limit]} …"
 

@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tapeout.errors import TapeoutError, one_line
+from tapeout.errors import TapeoutError
+from tapeout.file_errors import file_problem
 
 WINDOW_DAYS = 30  # of an error budget; the burn rates of deploy/slo.yaml are for this window
 
@@ -72,6 +73,6 @@ def read_objectives(path: Path) -> ServiceLevelObjectives:
         return ServiceLevelObjectives.model_validate({} if section is None else section)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         raise SloError(
-            f"{path} has no objectives that can be read: {one_line(error, 300)}",
+            f"{path} has no objectives that can be read: {file_problem(error)}",
             expected="YAML with a section `slo`: availability, ttft or itl (docs/capacity.md)",
         ) from error

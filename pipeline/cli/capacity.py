@@ -138,7 +138,10 @@ def sentence(found: CapacityAnswer, workload: Traffic, most: int) -> str:
     if found.answer is CapacityOutcome.MISSED:
         return f"{most} replicas do not meet the objectives: a request alone may be too long for them, or raise --most."
     if found.answer is CapacityOutcome.TOO_SHORT:
-        return f"{workload.turns} requests are too few: P99 takes {found.needed} after the first tenth of the time."
+        return (
+            f"{workload.turns} requests are too few: a P99 takes at least {found.needed}, "
+            "counted after the first tenth of the time."
+        )
     row = next(row for row in found.rows if row.replicas == found.replicas)
     return f"{row.replicas} replicas meet the objectives, at {row.cost:.3g} for a million tokens of answers."
 

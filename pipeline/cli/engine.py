@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,18 +58,16 @@ def run(
         log.info("opening %s for servers that connect to %s", folder, place)
         return Start(str(folder), replace(settings, level=approved.level), limits)
 
-    listen = partial(worker.listen, listener=listener, key=key)
-    if register is None:
-        serve(start(source), start, listen)
-        return
-    with Announcement(register, str(reached or place)) as announcement:
+    with nullcontext() if register is None else Announcement(register, str(reached or place)) as announcement:
 
         def opener(bundle: Path, settings: EngineSettings) -> Opened:
             opened = open_bundle(bundle, settings)
-            announcement.publish(opened.info.digest, opened.info.level)
+            if announcement is not None:
+                announcement.publish(opened.info.digest, opened.info.level)
+            log.info("the engine is open at %s", place)
             return opened
 
-        serve(start(source), start, partial(listen, opener=opener))
+        serve(start(source), start, partial(worker.listen, listener=listener, key=key, opener=opener))
 
 
 def serve(first: Start, start: Callable[[str], Start], listen: Callable[..., Reopen | None]) -> None:

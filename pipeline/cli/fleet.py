@@ -9,19 +9,25 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from runtime.fleet.control import RayFleet, read_plan
+from runtime.fleet.control import RayFleet, read_plan, require_startable
 from runtime.fleet.local import LocalFleet
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["RayFleet", "run_here", "shown"]
+__all__ = ["RayFleet", "run_here", "show_progress", "shown"]
+
+
+def show_progress() -> None:
+    """On the standard error, while a command takes long."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
 
 def run_here(path: Path) -> None:
     """Without Ray, until SIGTERM or SIGINT."""
-    file, _ = read_plan(path)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    file, plan = read_plan(path)
+    require_startable(file, plan, here=True)
+    show_progress()
 
     async def run(folder: Path) -> None:
         ending = asyncio.Event()

@@ -92,8 +92,8 @@ class Gateways:
                 answers.append(answer.json())
             except (requests.RequestException, ValueError) as error:
                 raise ReleaseError(
-                    f"the gateway {url} does not say how its engines are: {one_line(error)}",
-                    expected="`tapeout gateway` at this address",
+                    f"the gateway {url} does not say how its engines are: {_unanswered(error)}",
+                    expected="`tapeout gateway` at this address, which begins with http:// or https://",
                     remedy="start it, or leave it out if it is gone for good",
                 ) from error
         return answers
@@ -187,7 +187,7 @@ class FleetRelease:
         info = self._reopened(plan, address, source)
         if info.digest == plan.stable:
             self._written(plan, moving="")
-            raise self._unchanged(address, info)
+            raise self._unchanged(address, info, "it was told to open that, which all engines have already")
         plan = self._written(
             plan, candidate=info.digest, previous="", share=self._options.share, phase="canary", moving=""
         )
@@ -287,12 +287,22 @@ class FleetRelease:
         plan.write(self._path)
         return plan
 
-    def _unchanged(self, address: str, info: EngineInfo) -> ReleaseError:
+    def _unchanged(self, address: str, info: EngineInfo, why: str = "it was told to open that") -> ReleaseError:
         return ReleaseError(
-            f"the engine at {address} has bundle {info.digest[:12]}: {info.notice or 'it was told to open that'}",
+            f"the engine at {address} has bundle {info.digest[:12]}: {info.notice or why}",
             expected="the bundle of this release",
             remedy="correct it there and run this again, or `tapeout fleet rollback`",
         )
+
+
+def _unanswered(error: Exception) -> str:
+    match error:
+        case requests.exceptions.InvalidSchema() | requests.exceptions.MissingSchema():
+            return "no such address"
+        case requests.ConnectionError():
+            return "nothing answers there"
+        case _:
+            return one_line(error)
 
 
 async def reopen(address: str, key: bytes, source: str, drain_seconds: float, open_seconds: float) -> EngineInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -12,9 +13,12 @@ from runtime.fleet.replicas import application, resolved
 from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan import LOCAL, FleetPlan
 from runtime.gateway.fleet.scaling import ScalingSettings
+from runtime.wire.address import read_key
 from tapeout.errors import one_line
 
 ASK_SECONDS = 20.0  # that the roster has to answer
+
+log = logging.getLogger(__name__)
 
 
 class _IsUpError(FleetError):
@@ -36,6 +40,38 @@ def read_plan(path: Path) -> tuple[FleetFile, FleetPlan]:
     return file.model_copy(update={"up": plan}), plan
 
 
+def require_startable(file: FleetFile, plan: FleetPlan, *, here: bool) -> None:
+    """:class:`TapeoutError` for a key, or where engines run ``here`` a bundle's folder, that is not there.
+
+    Ray would only say, after many tries, that a deployment has failed.
+    """
+    read_key(file.key)
+    if here and not plan.bundle.startswith("models:") and not Path(plan.bundle).is_dir():
+        raise FleetError(
+            f"there is no folder {plan.bundle}",
+            expected="a bundle, such as artifacts/candidate",
+            remedy="correct `bundle` in the section `up`: a path counts from the folder of that file",
+        )
+
+
+def require_room(plan: FleetPlan, least: int, cpus: float) -> None:
+    """:class:`FleetError` where ``cpus`` are too few for the gateways and ``least`` engines: Ray would wait."""
+    needed = plan.engines.cpus * least + plan.gateways.cpus * plan.gateways.count
+    if needed > cpus:
+        raise FleetError(
+            f"{least} engines and {plan.gateways.count} gateways need {needed:g} CPUs",
+            expected=f"at most {cpus:g}, which Ray has on this machine",
+            remedy="lower `cpus` in the section `up`, which reserves and does not limit, or `least` in `scaling`",
+        )
+
+
+def _quiet_serve() -> Any:
+    """Ray Serve, without its own lines between ours."""
+    serve = import_serve()
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    return serve
+
+
 class RayFleet:
     """``path``: of its file."""
 
@@ -49,11 +85,13 @@ class RayFleet:
         if self._local is not None:
             self._local.use()
         import_ray()
+        require_startable(self._file, self._plan, here=self._local is not None)
         if self._local is None:
             address = self._plan.ray
             require_reachable(address)
         else:
             self._require_down()
+            log.info("starting Ray on this machine")
             address = self._local.start()
         try:
             join(address)
@@ -92,6 +130,7 @@ class RayFleet:
         except FleetError:
             if self._local is None:
                 raise
+        log.info("ending %s: its requests have up to %g seconds", self._plan.name, self._plan.drain_seconds)
         self._remove()
         return {"name": self._plan.name, "up": False}
 
@@ -99,8 +138,8 @@ class RayFleet:
         """From the cluster, where this process is connected to it; and a Ray of the fleet's own."""
         ray = import_ray()
         if ray.is_initialized():
-            if self._plan.name in import_serve().status().applications:
-                import_serve().delete(self._plan.name)
+            if self._plan.name in _quiet_serve().status().applications:
+                _quiet_serve().delete(self._plan.name)
             if (roster := find_roster(self._plan.name)) is not None:
                 ray.kill(roster)
             ray.shutdown()
@@ -125,12 +164,15 @@ class RayFleet:
         )
 
     def _deploy(self, address: str) -> None:
-        serve = import_serve()
+        serve = _quiet_serve()
         if self._plan.name in serve.status().applications:
             raise self._is_up(address)
+        if self._local is not None:
+            require_room(self._plan, self._scaling.least, import_ray().cluster_resources().get("CPU", 0.0))
         start_roster(self._plan.name, self._scaling)
         serve.start(http_options={"location": "Disabled"})
         file = resolved(self._file, address)
+        log.info("starting engines and gateways of %s", self._plan.name)
         try:
             serve.run(application(file), name=self._plan.name, route_prefix=None)
         except RuntimeError as error:
@@ -145,7 +187,7 @@ class RayFleet:
             sleep(0.1)
 
     def _status(self) -> dict[str, Any]:
-        applications = import_serve().status().applications
+        applications = _quiet_serve().status().applications
         if self._plan.name not in applications:
             raise FleetError(f"the fleet {self._plan.name} is not up", remedy="`tapeout fleet up FILE`")
         application = applications[self._plan.name]

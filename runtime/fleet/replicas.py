@@ -152,6 +152,11 @@ class GatewayReplica(_Replica):
     async def _report(self) -> None:
         await self._roster.gateway.remote(self._id, self._place, self._runner.answers)
 
+    async def __del__(self) -> None:
+        """Serve ends the process before Python would remove the folder."""
+        await super().__del__()
+        self._folder.cleanup()
+
 
 class ScalingContext(Protocol):
     """What is used here of ``ray.serve.config.AutoscalingContext``."""

@@ -11,7 +11,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tapeout.errors import RequestError, one_line
+from tapeout.errors import RequestError
+from tapeout.file_errors import file_problem
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def read_step_lengths(path: Path) -> StepLengths:
         found = _StepsFile.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, ValueError, ValidationError) as error:
         raise RequestError(
-            f"{path} has no lengths of steps: {one_line(error, 300)}",
+            f"{path} has no lengths of steps: {file_problem(error)}",
             expected='JSON such as {"decode_seconds": {"1": 0.0026, "8": 0.0051}, "token_seconds": 0.0002}',
         ) from error
     return step_lengths(found.decode_seconds, found.token_seconds)

@@ -16,7 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from tapeout.errors import RequestError, one_line
+from tapeout.errors import RequestError
+from tapeout.file_errors import file_problem
 
 SPAN = 1 << 20  # numbers that one text takes at most
 _ORIGINS = {".jsonl": "Mooncake's conversation_trace.jsonl", ".csv": "Azure's AzureLLMInferenceTrace_conv.csv"}
@@ -182,7 +183,7 @@ def read_trace(path: Path, shrink: int = 1, most_tokens: int = 2048) -> Traffic:
         conversations = sorted(read(path, shrink, most_tokens), key=lambda conversation: conversation.start)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(
-            f"{path} cannot be read: {one_line(error, 200)}", expected=f"lines as in {_ORIGINS[path.suffix]}"
+            f"{path} cannot be read: {file_problem(error)}", expected=f"lines as in {_ORIGINS[path.suffix]}"
         ) from error
     if not conversations:
         raise RequestError(f"{path} holds no request", expected="one a line")

@@ -24,7 +24,7 @@ from runtime.simulation.capacity import (
 )
 from runtime.simulation.fleet import FleetShape, FleetSimulation, Late
 from runtime.simulation.step_lengths import read_step_lengths, step_lengths
-from runtime.simulation.traffic import Traffic, logged_traffic, single_turn
+from runtime.simulation.traffic import Traffic, logged_traffic, read_trace, single_turn
 from tapeout.errors import ExitCode, RequestError
 from tapeout.slo import LatencyObjective, ServiceLevelObjectives
 
@@ -194,3 +194,10 @@ def test_lengths_come_from_the_benchmark_of_the_very_bundle(monkeypatch: pytest.
     records["EngineBundle"].digest = "b" * 64
     with pytest.raises(RequestError, match="the benchmark beside"):
         command.ReplicaModel(ReplicaOptions())
+
+
+def test_an_entry_without_a_field_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 1}\n')
+    with pytest.raises(RequestError, match="there is no 'hash_ids'"):
+        read_trace(path)

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from pipeline.cli.main import main
-from runtime.fleet.control import read_plan
+from runtime.fleet.control import read_plan, require_room
 from runtime.fleet.local import LocalFleet
+from runtime.fleet.ray_cluster import FleetError
 from runtime.fleet.replicas import WANTED, carry_out, resolved
 from runtime.fleet.roster import Place
 from runtime.gateway.fleet.discovery import FleetFile, FleetFileError, FromFile
@@ -122,3 +123,42 @@ def test_the_policy_of_serve_does_what_the_roster_has_said_last() -> None:
     assert carry_out(context) == (1, {})
     context.raw_metrics = {WANTED: {"a": []}}
     assert carry_out(context) == (2, {})
+
+
+@pytest.mark.parametrize("word", ["up", "run"])
+def test_a_key_or_bundle_that_is_missing_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    pytest.importorskip("ray")
+    path = str(written(tmp_path))
+    assert f"the key {tmp_path / 'engine.key'} cannot be read" in run(capsys, word, path)
+    (tmp_path / "engine.key").write_text("k" * 64)
+    assert f"there is no folder {tmp_path / 'b'}" in run(capsys, word, path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "fleet.yaml cannot be used: No such file or directory"),
+        ("engine: [tcp:h:1]", "unknown key `engine`"),
+        ("up: {}", "`up.bundle` is missing"),
+        ("engines: [tcp:h:1\nkey: k", "no YAML on line 2"),
+        ("engines: [tcp:h:1]\nslo: {availability: 99.9}", "`slo.availability`: input should be less than 1, not 99.9"),
+        ("key: k", "one of `engines`, `table`, `kubernetes` and `up` is needed"),
+    ],
+)
+def test_the_problem_of_a_file_is_named_in_its_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
+) -> None:
+    path = tmp_path / "fleet.yaml" if text is None else written(tmp_path, text)
+    message = run(capsys, "status", str(path))
+    assert said in message and "pydantic" not in message and "<unicode string>" not in message
+
+
+def test_a_fleet_that_this_machine_has_no_room_for_is_refused(tmp_path: Path) -> None:
+    """Ray waits for ever for CPUs that no machine has."""
+    text = UP.replace("name: nowhere", "engines: {cpus: 1.5}, gateways: {count: 2, cpus: 0.5}")
+    _, plan = read_plan(written(tmp_path, text))
+    require_room(plan, 2, 4.0)
+    with pytest.raises(FleetError, match=r"3 engines and 2 gateways need 5\.5 CPUs"):
+        require_room(plan, 3, 4.0)

@@ -76,6 +76,14 @@ def test_a_gateway_that_does_not_answer_stops_everything(gateway: Callable[[Any]
         Gateways([good, "http://127.0.0.1:9"], "secret").ready()
 
 
+@pytest.mark.parametrize(
+    ("url", "why"), [("localhost:9", "no such address"), ("http://127.0.0.1:9", "nothing answers")]
+)
+def test_an_address_that_is_wrong_is_told_from_a_gateway_that_is_away(url: str, why: str) -> None:
+    with pytest.raises(ReleaseError, match=f"does not say how its engines are: {why}.*\n.*begins with http://"):
+        Gateways([url], "").ready()
+
+
 STABLE, CANDIDATE = Figures(calls=4000, first_tokens=(3950, 50)), Figures(calls=400, first_tokens=(400,))
 ENGINES = tuple(f"unix:/{n}" for n in range(4))
 

@@ -63,7 +63,7 @@ def capacity(
 
     Exits with 1 if not even the most replicas are enough, and with 3 if the traffic is too short to say.
 
-    Example: `tapeout capacity --rate 4 --ttft 0.5 --itl 0.05 --price-per-hour 0.10`
+    Example: `tapeout capacity --rate 1 --ttft 1 --itl 0.05 --price-per-hour 0.10`
     """
     from pipeline.cli import capacity as command
 

@@ -44,8 +44,9 @@ def up(file: File, as_json: Json = False) -> None:
 
     Example: `tapeout fleet up fleet.yaml`
     """
-    from pipeline.cli.fleet import RayFleet
+    from pipeline.cli.fleet import RayFleet, show_progress
 
+    show_progress()
     _show(RayFleet(file).up(), as_json)
 
 
@@ -113,8 +114,9 @@ def down(file: File, as_json: Json = False) -> None:
 
     Example: `tapeout fleet down fleet.yaml`
     """
-    from pipeline.cli.fleet import RayFleet
+    from pipeline.cli.fleet import RayFleet, show_progress
 
+    show_progress()
     found = RayFleet(file).down()
     show(found, f"{found['name']} is down", as_json)
 

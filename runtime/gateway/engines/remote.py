@@ -72,10 +72,11 @@ class RemoteEngine(EngineConnection):
             else:
                 await loop.create_connection(lambda: self, address.host, address.port)
         except OSError as error:
+            key = "" if address.path else " --key-file KEY"
             raise EngineDownError(
                 f"nothing answers at {address}: {error.strerror or error}",
                 expected="an engine",
-                remedy=f"start it there: `tapeout engine BUNDLE --listen {address}`",
+                remedy=f"start it there: `tapeout engine BUNDLE --listen {address}{key}`",
             ) from error
 
     async def files(self) -> Path:

@@ -30,6 +30,7 @@ from runtime.gateway.fleet.release import ReleasePlan, plan_path, read_plan
 from runtime.gateway.fleet.scaling import ScalingSettings
 from runtime.wire.address import Address, read_key
 from tapeout.errors import TapeoutError, one_line
+from tapeout.file_errors import file_problem
 from tapeout.slo import ServiceLevelObjectives
 
 
@@ -115,8 +116,8 @@ class FleetFile(BaseModel):
             found = cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
             raise FleetFileError(
-                f"{path} is no list of engines: {one_line(error, 300)}",
-                expected="YAML with `engines`, a list of tcp:HOST:PORT or unix:PATH, or where they are, and `key`",
+                f"{path} cannot be used: {file_problem(error)}",
+                expected="YAML with one of `engines`, `table`, `kubernetes`, `up` and `external`, and `key`",
                 remedy="docs/fleet.md has examples",
             ) from error
         folder = path.parent.absolute()

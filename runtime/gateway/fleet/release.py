@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tapeout.errors import TapeoutError, one_line
+from tapeout.errors import TapeoutError
+from tapeout.file_errors import file_problem
 
 KEPT_CONVERSATIONS = 1 << 16  # of which a gateway remembers the bundle
 KEY_BYTES = 8
@@ -80,7 +81,7 @@ def read_plan(path: Path) -> ReleasePlan | None:
         return None
     except (OSError, ValidationError) as error:
         raise ReleasePlanError(
-            f"{path} is no release plan: {one_line(error, 300)}",
+            f"{path} is no release plan: {file_problem(error)}",
             expected="a file that `tapeout fleet release` has written",
             remedy="remove it, and release again",
         ) from error

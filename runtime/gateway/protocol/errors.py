@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.gateway.engines.client import EngineDownError
 from runtime.wire.limits import QueueFullError
-from tapeout.errors import RequestError, TapeoutError, one_line
+from tapeout.errors import RequestError, one_line
 
 log = logging.getLogger("tapeout.server")
 
@@ -24,6 +24,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 SHOWN_CHARACTERS = 120
+MESSAGE_CHARACTERS = 1800
 RETRY_SECONDS = 1  # where nothing is known of when there will be room
 
 
@@ -82,16 +83,16 @@ def from_exception(error: BaseException) -> ApiError:
         case QueueFullError():
             seconds = RETRY_SECONDS if error.retry_after is None else max(RETRY_SECONDS, math.ceil(error.retry_after))
             headers = {"retry-after": str(seconds)}
-            return ApiError(429, _declared(error), code="queue_full", headers=headers)
+            return ApiError(429, one_line(error, MESSAGE_CHARACTERS), code="queue_full", headers=headers)
         case EngineDownError():
-            return ApiError(503, _declared(error), code="engine_down", headers={"retry-after": str(RETRY_SECONDS)})
+            return ApiError(
+                503,
+                one_line(error, MESSAGE_CHARACTERS),
+                code="engine_down",
+                headers={"retry-after": str(RETRY_SECONDS)},
+            )
         case RequestError():
-            return invalid(_declared(error))
+            return invalid(one_line(error, MESSAGE_CHARACTERS))
         case _:
             log.error("a request failed unexpectedly", exc_info=error)
             return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
-
-
-def _declared(error: TapeoutError) -> str:
-    parts = [error.found, f"expected: {error.expected}" if error.expected else "", error.remedy]
-    return "; ".join(one_line(ValueError(part)) for part in parts if part)
