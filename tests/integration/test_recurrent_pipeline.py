@@ -60,10 +60,9 @@ class Model:
 # Written out: to choose it takes ten times as long with four kinds of linears in a layer more.
 NEAR_LOSSLESS = {
     "schemes": [
-        {"match": "layers.*.gate_up", "bits": 6, "group_size": 64, "symmetric": True},
         {"match": "*", "bits": 8, "group_size": 64, "symmetric": True},
     ],
-    "embeddings": {"bits": 6, "group_size": 32, "symmetric": True},
+    "embeddings": {"bits": 8, "group_size": 32, "symmetric": True},
     "kv_cache": {"dtype": "int8"},
 }
 MODELS = {
@@ -83,7 +82,8 @@ MODELS = {
         {
             "plan": NEAR_LOSSLESS,
             "gate": {**GIVEN["gate"], "max_kl": 0.005},  # 0.0014 was seen
-            "shadow": {"prompts": 80},  # 3 of 20 answers differed early, which decides nothing (bound 0.3)
+            # The model is trained on the machine. With 6 bits 24 of 80 answers differed early on one (bound 0.3).
+            "shadow": {"prompts": 120},
         },
     ),
 }
