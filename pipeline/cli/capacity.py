@@ -19,6 +19,7 @@ from runtime.simulation.traffic import Traffic, logged_traffic, multi_turn, read
 from tapeout import artifact
 from tapeout.errors import ExitCode, RequestError
 from tapeout.slo import LatencyObjective, ServiceLevelObjectives, read_objectives
+from tapeout.state import Recurrent
 
 CODES = {
     CapacityOutcome.FOUND: ExitCode.PASS,
@@ -43,6 +44,12 @@ class ReplicaModel:
             self.lengths = step_lengths(seconds, 1 / one.prefill_tokens_per_s)
             self.source = f"the benchmark of {options.bundle}"
             io = bundle.io
+            if any(isinstance(one, Recurrent) for one in io.state):
+                raise RequestError(
+                    f"{options.bundle} keeps recurrent state in slots, and simulated engines have KV blocks alone",
+                    expected="a bundle of a model without recurrent layers",
+                    remedy="measure one engine under the traffic: docs/benchmarks/serving.md says how",
+                )
             cache, tokens, price = (
                 cache or io.slots * io.max_tokens,
                 tokens or io.max_tokens,

@@ -27,6 +27,7 @@ from runtime.simulation.step_lengths import read_step_lengths, step_lengths
 from runtime.simulation.traffic import Traffic, logged_traffic, read_trace, single_turn
 from tapeout.errors import ExitCode, RequestError
 from tapeout.slo import LatencyObjective, ServiceLevelObjectives
+from tapeout.state import Recurrent
 
 STEPS = {"decode_seconds": {"1": 0.003, "8": 0.006, "32": 0.015}, "token_seconds": 0.0002}
 LENGTHS = step_lengths({1: 0.003, 8: 0.006, 32: 0.015}, 0.0002)
@@ -183,7 +184,7 @@ def test_lengths_come_from_the_benchmark_of_the_very_bundle(monkeypatch: pytest.
     numbers = SimpleNamespace(digest="a" * 64, itl_ms={1: 3.0, 4: 5.0}, prefill_tokens_per_s=2000.0)
     records: dict[str, Any] = {
         "EngineBundle": SimpleNamespace(
-            digest="a" * 64, record=SimpleNamespace(io=SimpleNamespace(slots=4, max_tokens=512))
+            digest="a" * 64, record=SimpleNamespace(io=SimpleNamespace(slots=4, max_tokens=512, state=()))
         ),
         "Benchmark": SimpleNamespace(record=SimpleNamespace(candidate=numbers, price_per_hour=0.3)),
     }
@@ -191,6 +192,9 @@ def test_lengths_come_from_the_benchmark_of_the_very_bundle(monkeypatch: pytest.
     replica = command.ReplicaModel(ReplicaOptions())
     assert replica.lengths == step_lengths({1: 0.003, 4: 0.005}, 0.0005)
     assert (replica.cache_tokens, replica.max_tokens, replica.price) == (2048, 512, 0.3)
+    records["EngineBundle"].record.io.state = (Recurrent(layer=0, tensors=()),)
+    with pytest.raises(RequestError, match="keeps recurrent state in slots"):
+        command.ReplicaModel(ReplicaOptions())
     records["EngineBundle"].digest = "b" * 64
     with pytest.raises(RequestError, match="the benchmark beside"):
         command.ReplicaModel(ReplicaOptions())
