@@ -53,7 +53,7 @@ class ReleasePlan(BaseModel):
         """
         >>> plan = ReleasePlan(stable="a" * 8, candidate="b" * 8, share=0.25, phase="canary")
         >>> sum(plan.drawn(conversation_key(bytes([n]))) == plan.candidate for n in range(256))
-        65
+        68
         """
         return self.candidate if int.from_bytes(key) < self.share * 256**KEY_BYTES else self.stable
 
