@@ -23,7 +23,7 @@ from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.codec import WireError
 from runtime.wire.limits import DisplacedError, Limits, QueueFullError
 from runtime.wire.messages import Delta, FilePart, GenerateRequest, SamplingSettings, StepReport
-from runtime.wire.session import Session
+from runtime.wire.session import PROTOCOL, VERSION, Session
 from runtime.wire.start import EngineSettings
 from tapeout.errors import ArtifactError, RequestError, SignatureError, TapeoutError
 from tests.faulty_engine import CRASH, FAIL, HANG, REFUSES, WORKER, Faulty, FaultyEngine, alone
@@ -494,9 +494,9 @@ def test_another_version_is_refused_on_both_sides(
 ) -> None:
     with monkeypatch.context() as other:
         other.setattr("runtime.wire.session.VERSION", 99)
-        with pytest.raises(WireError, match="the engine speaks tapeout-engine 2") as caught:
+        with pytest.raises(WireError, match=f"the engine speaks {PROTOCOL} {VERSION}") as caught:
             opened(engine.address, KEY, tmp_path)
-        assert caught.value.expected == "tapeout-engine 99" and "same version" in caught.value.remedy
+        assert caught.value.expected == f"{PROTOCOL} 99" and "same version" in caught.value.remedy
     assert opened(engine.address, KEY, tmp_path).info.name == "7"
 
 
