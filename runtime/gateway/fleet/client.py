@@ -403,7 +403,9 @@ class FleetClient:
         which = f"engine of level {flight.level}" if flight.answered and flight.level else "engine"
         if len(self.bundles) > 1:
             which += f" of bundle {flight.digest[:12]}"
-        states = Counter(replica.state.value for replica in self._all())
+        # "open" is the breaker's word: of engines it reads as its opposite.
+        named = {ReplicaState.OPEN: "not answering", ReplicaState.HALF_OPEN: "being tried again"}
+        states = Counter(named.get(replica.state, replica.state.value) for replica in self._all())
         here = ", ".join(f"{count} {state}" for state, count in states.items()) or "none listed"
         return EngineDownError(
             f"no {which} has taken the request for {self._patience.wait:g} seconds ({here})",
