@@ -34,7 +34,7 @@ def test_a_list_has_each_engine_once_and_the_key_beside_it(tmp_path: Path) -> No
     ["", "engines: []", "engines: 3", "engines: [a", "engines: [tcp:h:1]\nkeys: engine.key", "[]", "engines: [7]"],
 )
 def test_what_is_no_list_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(FleetFileError, match="fleet.yaml cannot be used: "):
+    with pytest.raises(FleetFileError, match=r"fleet\.yaml cannot be used: "):
         fleet_file(tmp_path, text).read()
     with pytest.raises(FleetFileError):
         FromFile(tmp_path / "nowhere.yaml").read()
