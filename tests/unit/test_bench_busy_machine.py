@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from pathlib import Path
+
+import pytest
 
 from benchmarks.busy_machine import Case, Sample, arguments, busy_processes, decode, measure, table
 from tests.fake_engine import History
@@ -20,12 +24,14 @@ def test_every_case_takes_its_turn_in_every_round() -> None:
     assert all(len(found) == 2 and all(sample.tokens_per_s > 0 for sample in found) for found in samples.values())
 
 
-def test_all_streams_decode_again_and_again_after_the_same_context() -> None:
+def test_all_streams_decode_again_and_again_after_the_same_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    milliseconds = itertools.count()  # as many steps on a busy machine as on a quiet one
+    monkeypatch.setattr(time, "perf_counter", lambda: next(milliseconds) / 1000)
     engine = History(vocab_size=2000, max_tokens=256, slots=2)
     for slot in range(2):
         engine.prefill(slot, range(128))
-    assert decode(engine, 2, 0.05).tokens_per_s > 0
-    assert set(map(tuple, engine.engine.steps[2:])) == {(1, 1)} and len(engine.engine.steps) > 64
+    assert decode(engine, 2, 0.2).tokens_per_s > 0
+    assert set(map(tuple, engine.engine.steps[2:])) == {(1, 1)} and len(engine.engine.steps) > 128
 
 
 def test_busy_processes_are_stopped_at_first_and_end() -> None:
