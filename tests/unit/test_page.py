@@ -17,9 +17,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from runtime.gateway.fleet.client import ReplicaStatus
 from runtime.gateway.fleet.release import ReleasePlan
-from runtime.gateway.fleet.replica import ReplicaState
+from runtime.gateway.fleet.replica import ReplicaState, ReplicaStatus
 from runtime.gateway.http.app import create_app
 from runtime.gateway.http.service import Service
 from runtime.gateway.operations.fleet import Fleet

@@ -11,9 +11,8 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from runtime.gateway.fleet.client import ReplicaStatus
 from runtime.gateway.fleet.release import ReleasePlan
-from runtime.gateway.fleet.replica import ReplicaState
+from runtime.gateway.fleet.replica import ReplicaState, ReplicaStatus
 from runtime.gateway.http.service import Service
 from runtime.gateway.operations.fleet import FleetView
 from runtime.gateway.protocol.calls import Call, Caller

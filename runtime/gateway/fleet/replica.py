@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
+from typing import NamedTuple
 
 from runtime.gateway.engines.client import OpenEngine
 from runtime.gateway.fleet.connection import FleetConnection
@@ -40,6 +41,18 @@ class ReplicaState(StrEnum):
     HALF_OPEN = "half-open"
     DRAINING = "draining"
     GONE = "gone"
+
+
+class ReplicaStatus(NamedTuple):
+    """``info`` and ``stats`` of an engine that is connected. ``own``: requests of this gateway on it."""
+
+    address: str
+    state: ReplicaState
+    why: str
+    failures: int
+    own: int
+    info: EngineInfo | None
+    stats: EngineStats
 
 
 @dataclass(frozen=True)
@@ -109,6 +122,10 @@ class Replica:
     def lingers(self) -> bool:
         """It is about to open another bundle, and still takes requests that only its present one can answer."""
         return self.connection is not None and self.connection.leaving and self.connection.serves
+
+    def status(self, own: int) -> ReplicaStatus:
+        info = None if self.connection is None else self.connection.info
+        return ReplicaStatus(self.address, self.state, self.why, self.failures, own, info, self.stats)
 
     def retry(self) -> None:
         """Connect again at once, if it waits to."""

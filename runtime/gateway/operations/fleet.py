@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from runtime.gateway.fleet.client import ReplicaStatus
 from runtime.gateway.fleet.release import ReleasePlan
-from runtime.gateway.fleet.replica import ReplicaState
+from runtime.gateway.fleet.replica import ReplicaState, ReplicaStatus
 from runtime.gateway.http.sse import JsonResponse
 from runtime.gateway.operations.metrics import ENGINE_COUNTERS, TTFT_BUCKETS, EngineSeries, kv_usage
 from runtime.gateway.protocol.calls import Call, Hook
