@@ -13,7 +13,8 @@ import os
 import random
 import sys
 
-from runtime.gateway.accounts.keys import ApiKey, Grant
+from runtime.gateway.accounts.key_file import ApiKey
+from runtime.gateway.accounts.quotas import Grant
 from runtime.gateway.accounts.shared_quotas import SharedQuotas
 from runtime.gateway.protocol.errors import ApiError
 

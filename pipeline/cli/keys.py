@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from runtime.gateway.accounts.keys import ApiKey, new_key
+from runtime.gateway.accounts.key_file import ApiKey, new_key
 from tapeout.errors import RequestError
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from runtime.gateway.accounts.keys import new_key
+from runtime.gateway.accounts.key_file import new_key
 from runtime.gateway.accounts.usage import connect, sums
 from tests.command import COMMAND, ROOT
 from tests.integration.test_serve import MODEL, Served, bundles, served

@@ -19,7 +19,7 @@ import pytest
 import sqlalchemy as sa
 
 from runtime.gateway.accounts import shared_quotas
-from runtime.gateway.accounts.keys import ApiKey
+from runtime.gateway.accounts.key_file import ApiKey
 from runtime.gateway.accounts.leases import LeaseDatabase, LimitAsk
 from runtime.gateway.accounts.shared_quotas import SharedQuotas
 from runtime.gateway.protocol.errors import ApiError

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 import yaml
 
-from runtime.gateway.accounts.keys import new_key
+from runtime.gateway.accounts.key_file import new_key
 from tests import command
 from tests.command import ROOT, Running
 from tests.exported import build_float, tiny_graph

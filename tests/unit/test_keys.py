@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
 from pipeline.cli.main import main
-from runtime.gateway.accounts import keys as module
-from runtime.gateway.accounts.keys import ApiKey, KeyFileError, KeyQuota, Keys, RequireKey, hash_of, new_key
+from runtime.gateway.accounts import keys, quotas
+from runtime.gateway.accounts.key_file import ApiKey, KeyFileError, hash_of, new_key
+from runtime.gateway.accounts.keys import Keys, RequireKey
+from runtime.gateway.accounts.quotas import KeyQuota
 from runtime.gateway.protocol.calls import CALLER, Call
 from runtime.gateway.protocol.errors import ApiError
 from tests.http_server import listening
@@ -34,7 +36,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    for module in (keys, quotas):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

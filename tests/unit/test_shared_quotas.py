@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from runtime.gateway.accounts.keys import ApiKey, KeyQuota, Keys, Quota
+from runtime.gateway.accounts.key_file import ApiKey
+from runtime.gateway.accounts.keys import Keys
+from runtime.gateway.accounts.quotas import KeyQuota, Quota
 from runtime.gateway.accounts.shared_quotas import SharedQuotas
 from runtime.gateway.operations.operations import Operations, OperationsSettings
 from runtime.gateway.protocol.calls import Call

@@ -14,8 +14,9 @@ import time
 import uuid
 from contextlib import suppress
 
-from runtime.gateway.accounts.keys import (
-    ApiKey,
+from runtime.gateway.accounts.key_file import ApiKey
+from runtime.gateway.accounts.leases import STALE_SECONDS, LeaseDatabase, LimitAnswer, LimitAsk
+from runtime.gateway.accounts.quotas import (
     Grant,
     budget_used_up,
     comes_too_soon,
@@ -23,7 +24,6 @@ from runtime.gateway.accounts.keys import (
     never_fits,
     retry_after,
 )
-from runtime.gateway.accounts.leases import STALE_SECONDS, LeaseDatabase, LimitAnswer, LimitAsk
 from runtime.gateway.protocol.errors import ApiError
 from tapeout.errors import one_line
 
@@ -123,7 +123,7 @@ class LeasedLimit:
 
 
 class LeasedQuota:
-    """A :class:`runtime.gateway.accounts.keys.Quota` that all gateways of one database share."""
+    """A :class:`Quota` that all gateways of one database share."""
 
     def __init__(self, shared: SharedQuotas, key: ApiKey, used: int) -> None:
         self._shared = shared

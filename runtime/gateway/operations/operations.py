@@ -16,7 +16,8 @@ from fastapi import APIRouter
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from runtime.gateway.accounts.keys import KeyFileError, Keys, RequireKey
+from runtime.gateway.accounts.key_file import KeyFileError
+from runtime.gateway.accounts.keys import Keys, RequireKey
 from runtime.gateway.accounts.shared_quotas import SharedQuotas
 from runtime.gateway.accounts.traffic import TrafficLog, TrafficSettings
 from runtime.gateway.accounts.usage import Usage
