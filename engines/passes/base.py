@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import LinearOutput
 from engines.kernels.kernel_set import KernelSet
-from tapeout.graph_analysis import is_parameter
+from tapeout.graph_analysis.linears import is_parameter
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.quantized import QuantizedWeight
 

@@ -25,7 +25,8 @@ from tapeout import artifact, segments
 from tapeout.artifact import Parents
 from tapeout.errors import ExportError
 from tapeout.file_hashes import sha256_file
-from tapeout.graph_analysis import find_groups, find_rotary
+from tapeout.graph_analysis.groups import find_groups
+from tapeout.graph_analysis.rotary import find_rotary
 from tapeout.operators import graph_state
 from tapeout.operators.attention import AttentionNode
 from tapeout.portable_graph import PortableGraph

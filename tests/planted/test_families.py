@@ -17,7 +17,8 @@ from pipeline.export.check import Difference, largest_difference
 from pipeline.export.export import MODEL_FILE
 from pipeline.export.trace import trace
 from tapeout.errors import ExportError
-from tapeout.graph_analysis import find_groups, size
+from tapeout.graph_analysis.groups import find_groups
+from tapeout.graph_analysis.linears import size
 from tapeout.operators.attention import is_attention
 from tapeout.operators.experts import UP_INPUT, is_experts
 from tests.exported import family_graph

@@ -16,7 +16,7 @@ from pipeline.export.check import largest_difference
 from pipeline.export.export import MODEL_FILE
 from pipeline.export.trace import trace
 from tapeout.errors import ExportError
-from tapeout.graph_analysis import is_parameter
+from tapeout.graph_analysis.linears import is_parameter
 from tapeout.number_format import FloatArray
 from tapeout.operators.attention import NAME_WITH_SINKS
 from tests.exported import family_graph

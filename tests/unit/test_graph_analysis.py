@@ -7,7 +7,9 @@ import onnx_ir as ir
 import pytest
 
 from tapeout.errors import ExportError
-from tapeout.graph_analysis import find_groups, find_linears, find_rotary
+from tapeout.graph_analysis.groups import find_groups
+from tapeout.graph_analysis.linears import find_linears
+from tapeout.graph_analysis.rotary import find_rotary
 from tapeout.operators import DOMAIN
 from tapeout.portable_graph import FoldTarget, LinearGroup
 from tests.lowering import linear, model_of, named, op, parameter, value

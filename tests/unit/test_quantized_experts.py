@@ -30,7 +30,7 @@ from quantization.simulate import Simulation
 from quantization.statistics import read_statistics
 from quantization.units import candidates_of, out_by_in, resolve, units_of
 from tapeout.errors import ExportError, QuantizationError
-from tapeout.graph_analysis import experts_groups
+from tapeout.graph_analysis.groups import experts_groups
 from tapeout.mapped_model import open_model
 from tapeout.number_format import FloatArray
 from tapeout.operators.experts import DOWN_INPUT, UP_INPUT, ExpertGate

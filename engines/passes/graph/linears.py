@@ -17,7 +17,8 @@ import onnx_ir as ir
 from engines.bundle import LinearOutput
 from engines.passes.base import INTERNAL, Lowering, PassResult, initializer, new_value, replace
 from tapeout.errors import BuildError
-from tapeout.graph_analysis import find_quantizable, is_parameter
+from tapeout.graph_analysis.groups import find_quantizable
+from tapeout.graph_analysis.linears import is_parameter
 from tapeout.quantized import QuantizedWeight
 
 OP = "Linear"

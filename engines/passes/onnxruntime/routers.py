@@ -29,7 +29,7 @@ from engines.passes.base import (
 )
 from engines.passes.graph.linears import trimmed
 from engines.passes.onnxruntime.native_experts import LANES, tiles_of
-from tapeout.graph_analysis import Linear, find_linears
+from tapeout.graph_analysis.linears import Linear, find_linears
 
 NAME, CHOICE = "FloatLinear", "ChooseExperts"
 

@@ -8,7 +8,7 @@ import pytest
 from engines.passes.graph import linears
 from engines.passes.onnxruntime import linear_kernels
 from engines.passes.tensorrt import float_linears
-from tapeout.graph_analysis import find_linears
+from tapeout.graph_analysis.linears import find_linears
 from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, parameter, run, value
