@@ -19,7 +19,8 @@ from evals.kinds.online import Online
 from evals.known import kinds
 from tapeout import recipe
 from tapeout.errors import BuildError
-from tapeout.recipe import Section, read_recipe
+from tapeout.recipe import Section
+from tapeout.recipe_file import read_recipe
 
 KINDS = kinds()
 
