@@ -14,7 +14,8 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from runtime.gateway.operations.health import Health
-from runtime.gateway.operations.metrics import HttpMetrics, Metrics
+from runtime.gateway.operations.http_metrics import HttpMetrics
+from runtime.gateway.operations.metrics import Metrics
 from runtime.gateway.operations.window import Window
 from runtime.gateway.protocol.calls import Call, Hook
 from runtime.gateway.protocol.errors import ApiError

@@ -23,7 +23,7 @@ from runtime.gateway.http import http_connection
 from runtime.gateway.http.app import create_app
 from runtime.gateway.http.http_connection import MOST_FILES, ConnectionLimits, most_connections
 from runtime.gateway.http.service import Service
-from runtime.gateway.operations.metrics import METHODS
+from runtime.gateway.operations.http_metrics import METHODS
 from runtime.gateway.operations.operations import Operations, OperationsSettings
 from runtime.gateway.text.model import TextModel
 from tapeout.errors import TapeoutError

@@ -16,7 +16,8 @@ from starlette.routing import Route
 from runtime.gateway.fleet.release import ReleasePlan
 from runtime.gateway.fleet.replica import ReplicaState, ReplicaStatus
 from runtime.gateway.http.sse import JsonResponse
-from runtime.gateway.operations.metrics import ENGINE_COUNTERS, TTFT_BUCKETS, EngineSeries, kv_usage
+from runtime.gateway.operations.engine_metrics import ENGINE_COUNTERS, EngineSeries, kv_usage
+from runtime.gateway.operations.metrics import TTFT_BUCKETS
 from runtime.gateway.protocol.calls import Call, Hook
 
 SERVER_FAULT = 500  # of the HTTP statuses, the least

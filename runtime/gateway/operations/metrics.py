@@ -12,25 +12,24 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route
 
 from runtime.gateway.engines.client import EngineClient
+from runtime.gateway.operations.engine_metrics import ENGINE_COUNTERS, EngineCollector, EngineSeries
 from runtime.gateway.operations.window import Window
 from runtime.gateway.protocol.calls import Call, Hook
-from runtime.wire.messages import EngineInfo, EngineStats
+from runtime.wire.messages import EngineStats
 
 # vLLM's buckets, and smaller ones for small models.
 TTFT_BUCKETS = (
@@ -80,7 +79,6 @@ class Metrics(Hook):
         read_bandwidth: float | None = None,
         engine_series: Callable[[], Sequence[EngineSeries]] | None = None,
     ) -> None:
-        self.engine_series = engine_series or self._one_engine
         self.client, self.model, self.read_bandwidth = client, model, read_bandwidth
         self.registry = CollectorRegistry()
         self.ttft_window, self.inter_token_window = Window(WINDOW_SECONDS), Window(WINDOW_SECONDS)
@@ -153,7 +151,7 @@ class Metrics(Hook):
         )
         for reason in ("stop", "length", "abort", "timeout", "error"):
             self.success.labels(model, "0", reason)  # a rate over a series that is not there is no number
-        self.registry.register(_EngineCollector(self))
+        self.registry.register(EngineCollector(model, read_bandwidth, engine_series or self._one_engine))
 
     def admit(self, call: Call) -> None:
         self._last[call.id] = [0.0] * call.choices
@@ -250,30 +248,6 @@ def unfinished(call: Call) -> str:
     return "timeout" if call.error.status == 408 else "error"
 
 
-# Name, help and attribute of what the engine counts, without _total.
-ENGINE_COUNTERS = (
-    ("vllm:num_preemptions", "Requests that gave up their KV blocks.", "preemptions"),
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up in KV blocks.", "prefix_queries"),
-    ("vllm:prefix_cache_hits", "Prompt tokens found in KV blocks.", "prefix_hits"),
-    ("tapeout:prefix_cache_lost", "Prompt tokens computed for want of a snapshot of recurrent state.", "prefix_lost"),
-    ("vllm:spec_decode_num_drafts", "Times that tokens were drafted.", "drafts"),
-    ("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.", "drafted_tokens"),
-    ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "accepted_tokens"),
-    ("tapeout:steps", "Steps of the engine.", "steps"),
-    ("tapeout:blocks_fetched", "KV blocks that came from other engines.", "blocks_fetched"),
-    ("tapeout:blocks_sent", "KV blocks that went to other engines.", "blocks_sent"),
-    ("tapeout:fetches_failed", "Fetches of KV blocks that ended early; the rest was computed.", "fetches_failed"),
-    ("tapeout:kv_values", "Keys and values written to a KV cache in int8 or int4.", "kv_values"),
-    ("tapeout:kv_values_clipped", "Of those, beyond what the scales of calibration reach.", "kv_values_clipped"),
-    ("tapeout:activation_values", "Activations quantized to int8 with static scales.", "activation_values"),
-    (
-        "tapeout:activation_values_clipped",
-        "Of those, beyond what the scales of calibration reach.",
-        "activation_values_clipped",
-    ),
-)
-
-
 class _PlainHistogram(Collector):
     """For what each token or step brings: prometheus_client's takes locks and compares with one bound at a time."""
 
@@ -290,115 +264,3 @@ class _PlainHistogram(Collector):
         bounds = map(floatToGoString, (*self._bounds, math.inf))
         family.add_metric([self._model, "0"], [*zip(bounds, accumulate(self._counts), strict=True)], self._sum)
         yield family
-
-
-class EngineSeries(NamedTuple):
-    """What Prometheus is told of one engine. ``engine``: the label. ``counted``: by attribute of the stats."""
-
-    engine: str
-    info: EngineInfo
-    stats: EngineStats
-    healthy: bool
-    ready: bool
-    generated_tokens: int
-    counted: Mapping[str, int]
-
-
-class _EngineCollector(Collector):
-    """The last report of each engine, read when Prometheus asks."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for series in self._metrics.engine_series():
-            self._collect(series, families)
-        yield from families.values()
-
-    def _collect(self, series: EngineSeries, families: dict[str, GaugeMetricFamily | CounterMetricFamily]) -> None:
-        metrics, stats, info = self._metrics, series.stats, series.info
-        labels = {"model_name": metrics.model, "engine": series.engine}
-
-        def add(
-            kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float, **more: Any
-        ) -> None:
-            if name not in families:
-                families[name] = kind(name, text, labels=[*labels, *more])
-            families[name].add_metric([*labels.values(), *map(str, more.values())], value)
-
-        gauge, counter = partial(add, GaugeMetricFamily), partial(add, CounterMetricFamily)
-        gauge("vllm:num_requests_running", "Requests that have KV blocks.", stats.running)
-        gauge("vllm:num_requests_waiting", "Requests in the queue.", stats.waiting)
-        gauge("tapeout:waiting_tokens", "Prompt tokens in the queue.", stats.waiting_tokens)
-        gauge("vllm:kv_cache_usage_perc", "KV blocks held by requests, 0 to 1.", kv_usage(stats))
-        gauge("tapeout:kv_blocks_cached", "KV blocks kept for shared prefixes.", stats.blocks_cached)
-        if stats.slots:
-            gauge("tapeout:state_slots", "Slots of recurrent state.", stats.slots)
-            gauge("tapeout:state_slots_held", "Slots of recurrent state held by requests.", stats.slots_held)
-            gauge("tapeout:state_slots_cached", "Snapshots kept for shared prefixes.", stats.slots_cached)
-        gauge("vllm:engine_healthy", "1 if the engine makes progress.", float(series.healthy))
-        gauge("tapeout:ready", "1 if the server takes requests.", float(series.ready))
-        cache = {"block_size": info.block_tokens, "num_gpu_blocks": info.blocks, "block_bytes": info.block_bytes}
-        gauge("vllm:cache_config_info", "Size of the KV pool.", 1, **cache)
-        engine = {"bundle": info.digest, "target": info.name, "threads": info.threads}
-        gauge("tapeout:engine_info", "The bundle that is served.", 1, **engine)
-        if metrics.read_bandwidth:
-            share = bandwidth_share(stats, info.weight_bytes, metrics.read_bandwidth)
-            gauge("tapeout:bandwidth_share", "Weight bytes of the last step over read bandwidth.", share)
-        counter("vllm:generation_tokens", "Generated tokens.", series.generated_tokens)
-        for name, text, attribute in ENGINE_COUNTERS:
-            counter(name, text, series.counted[attribute])
-
-
-def kv_usage(stats: EngineStats) -> float:
-    """Share of the KV blocks that requests hold, 0 to 1."""
-    return stats.blocks_held / stats.blocks if stats.blocks else 0.0
-
-
-def bandwidth_share(stats: EngineStats, weight_bytes: int, read_bandwidth: float) -> float:
-    """Weight bytes that the last step read, per second, over what the machine reads at best; 0 while idle."""
-    return weight_bytes / stats.step_seconds / read_bandwidth if stats.running and stats.step_seconds else 0.0
-
-
-class HttpMetrics:
-    """ASGI middleware: counts HTTP requests by route, method and class of status, and times them to their last byte.
-
-    ``handler`` comes from the routes, so clients cannot make new series.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started, status = time.monotonic(), 500
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        finally:
-            handler = handler_of(scope)
-            method = scope["method"] if scope["method"] in METHODS else "other"
-            self._metrics.http_requests.labels(handler, method, f"{status // 100}xx").inc()
-            self._metrics.http_seconds.labels(handler, method).observe(time.monotonic() - started)
-
-
-def handler_of(scope: Scope) -> str:
-    """The path of the route that has matched, with its parameters' names; ``none`` where no route has.
-
-    A request can name any path, so a label is made of none.
-    """
-    routes: Sequence[BaseRoute] = scope["app"].routes if "endpoint" in scope else ()
-    found = (r.path_format for r in routes if isinstance(r, Route) and r.endpoint is scope["endpoint"])
-    return next(found, "none")
-
-
-METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})

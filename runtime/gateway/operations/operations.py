@@ -26,7 +26,8 @@ from runtime.gateway.http.run import Extensions
 from runtime.gateway.http.service import LEVEL, Service
 from runtime.gateway.operations.fleet import Fleet, FleetView
 from runtime.gateway.operations.health import Health
-from runtime.gateway.operations.metrics import HttpMetrics, Metrics
+from runtime.gateway.operations.http_metrics import HttpMetrics
+from runtime.gateway.operations.metrics import Metrics
 from runtime.gateway.operations.objectives import ObjectiveEvents
 from runtime.gateway.operations.page import Page
 from runtime.gateway.operations.tracing import TraceContext, Tracing, otlp_provider

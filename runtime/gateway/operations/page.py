@@ -20,8 +20,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from runtime.gateway.http.sse import JsonResponse
+from runtime.gateway.operations.engine_metrics import bandwidth_share, kv_usage
 from runtime.gateway.operations.health import Health
-from runtime.gateway.operations.metrics import Metrics, bandwidth_share, kv_usage
+from runtime.gateway.operations.metrics import Metrics
 
 PERCENTS = (50, 90, 99)
 SPEED_SECONDS = 10.0  # tokens per second: over the last so many
