@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from pipeline.export import check
 from pipeline.export.adapter import merge_adapter
+from pipeline.export.check.difference import largest_difference
 from pipeline.export.checkpoint import load_checkpoint
 from pipeline.export.needs import needs
 from pipeline.export.rotary import fix_rotary
@@ -87,12 +87,10 @@ def export(
             "weights": _files(checkpoint),
             "adapter": _files(adapter),
         }
-        code = [source_hash(Path(module.__file__ or "").parent) for module in (check, segments)]
+        code = [source_hash(Path(file).parent) for file in (__file__, segments.__file__)]
         key |= {"positions": positions, "seed": seed, "versions": versions, "code": code}
         with work_folder(folder, key) as work:
-            difference = check.largest_difference(
-                model, draft.folder / MODEL_FILE, work, positions=positions, seed=seed
-            )
+            difference = largest_difference(model, draft.folder / MODEL_FILE, work, positions=positions, seed=seed)
         if not difference.error <= tolerance:
             raise ExportError(
                 f"the exported graph's logits differ from transformers by {difference.error:.2e} (relative) at "

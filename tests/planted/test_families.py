@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from pipeline.export.check import Difference, largest_difference
+from pipeline.export.check.difference import Difference, largest_difference
 from pipeline.export.export import MODEL_FILE
 from pipeline.export.trace import trace
 from tapeout.errors import ExportError

@@ -12,7 +12,7 @@ import torch
 
 from engines.passes.base import Lowering, PassResult
 from engines.passes.onnxruntime import cached_attention
-from pipeline.export.check import largest_difference
+from pipeline.export.check.difference import largest_difference
 from pipeline.export.export import MODEL_FILE
 from pipeline.export.trace import trace
 from tapeout.errors import ExportError

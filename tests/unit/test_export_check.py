@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.export.check import largest_difference
+from pipeline.export.check.difference import largest_difference
 from tests.exported import family_graph
 from tests.families import MAX_POSITIONS, random_model
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.export.check import largest_difference
+from pipeline.export.check.difference import largest_difference
 from tapeout.errors import ExportError
 from tapeout.operators import DOMAIN, operators
 from tapeout.operators.gated_delta.in_torch import delta_traced

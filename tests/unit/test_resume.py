@@ -139,7 +139,7 @@ def export_in_segments(source: Path, folder: Path) -> Artifact[PortableGraph]:
     """As export does it, a weight at a time. What a killed process left fits only if it traced the same graph."""
     with pytest.MonkeyPatch.context() as patch:
         traced_once(patch)
-        patch.setattr("pipeline.export.check.SEGMENT_BYTES", 1)
+        patch.setattr("pipeline.export.check.difference.SEGMENT_BYTES", 1)
         return export(source, "", folder, max_positions=64, tolerance=1e-3, seed=0, parents={})
 
 

@@ -1,0 +1,1 @@
+"""Whether an exported graph computes what transformers computes."""
