@@ -17,8 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pipeline.recipe import KINDS, Recipe
+from pipeline.sources.copying import Fetched, explained_os_errors, fetch_source
 from pipeline.sources.corpus import QUESTION, count_rows
-from pipeline.sources.locations import Fetched, explained_os_errors, fetch_source
 from pipeline.sources.source import FOLDERS, Source, folder_of
 from pipeline.sources.traffic import NAME as TRAFFIC
 from pipeline.sources.traffic import fetch_traffic

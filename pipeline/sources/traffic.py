@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from pipeline.sources.locations import Fetched, fetch_source
+from pipeline.sources.copying import Fetched, fetch_source
 from pipeline.sources.source import folder_of
 from tapeout.errors import SourceError
 

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 
 from evals.kinds.shadow import ShadowSettings
 from pipeline.recipe import Recipe
+from pipeline.sources.copying import fetch_source
 from pipeline.sources.corpus import chat_prompts
 from pipeline.sources.fetch import fetch
-from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, fetch_source, parse
+from pipeline.sources.locations import FileSource, HubSource, UrlSource, WheelSource, parse
 from pipeline.sources.source import Source
 from pipeline.sources.traffic import exchanges
 from runtime.gateway.accounts.traffic import TrafficLog, TrafficSettings
@@ -382,7 +383,7 @@ import json, sys
 from pathlib import Path
 from tapeout.errors import SourceError
 from pipeline.sources.fetch import _is_checkpoint_file
-from pipeline.sources.locations import fetch_source
+from pipeline.sources.copying import fetch_source
 for source, into, pin in json.loads(sys.argv[1]):
     try:
         got = fetch_source(source, Path(into), sha256=pin, keep=_is_checkpoint_file)
