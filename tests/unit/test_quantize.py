@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from quantization import quantize as module
+from quantization import quantized_layers
 from quantization.calibration import Calibration, statistics_file
 from quantization.checkpoint import KV_SCALES, KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
-from quantization.quantize import MemoryBudget, quantize
+from quantization.quantize import quantize
+from quantization.quantized_layers import MemoryBudget
 from quantization.reference import QuantizedReference
 from quantization.statistics import Statistics
 from tapeout.artifact import Artifact, ArtifactRef, create, load
@@ -446,7 +447,7 @@ def test_an_interrupted_run_goes_on_after_the_layers_it_finished(
     per_tensor = recipe(kv_cache=KVCache(granularity="per_tensor"))
     whole = quantized(per_tensor, *inputs, tmp_path / "whole")
     plan = written_plan(per_tensor, inputs[0], tmp_path / "plan")
-    read, seen = module.read_statistics, list[str]()
+    read, seen = quantized_layers.read_statistics, list[str]()
 
     def interrupted(calibration: Artifact[Calibration], group: LinearGroup) -> Statistics:
         seen.append(group.name)
@@ -454,8 +455,8 @@ def test_an_interrupted_run_goes_on_after_the_layers_it_finished(
             raise KeyboardInterrupt
         return read(calibration, group)
 
-    monkeypatch.setattr(module, "read_statistics", interrupted)
-    monkeypatch.setattr("quantization.quantize.psutil.cpu_count", lambda logical: 1)
+    monkeypatch.setattr(quantized_layers, "read_statistics", interrupted)
+    monkeypatch.setattr("quantization.quantized_layers.psutil.cpu_count", lambda logical: 1)
     resumed = False
     with pytest.raises(KeyboardInterrupt):
         quantize(per_tensor.quantize, *inputs, plan, tmp_path / "q")

@@ -254,7 +254,7 @@ def test_quantize_goes_on_after_a_kill(
         made.append(group.name)
         return read_statistics(calibration, group)
 
-    monkeypatch.setattr("quantization.quantize.read_statistics", watched)
+    monkeypatch.setattr("quantization.quantized_layers.read_statistics", watched)
     again = quantize(SEARCH, graph, calibration, plan, folder / "quantized")
     assert again.digest == quantized.digest
     assert any(name.startswith("layers.0.") for name in made) == bool(damaged)
