@@ -21,9 +21,10 @@ from benchmarks.fleet.bundles import BUNDLES
 from benchmarks.fleet.decision import decision
 from benchmarks.fleet.page import Compared, bar_table, bars, page, table
 from benchmarks.fleet.policies import POLICIES
+from benchmarks.fleet.traffic import single_turn, without_pauses
 from runtime.simulation.fleet import FleetShape, simulate
 from runtime.simulation.step_lengths import StepLengths
-from runtime.simulation.traffic import Traffic, multi_turn, read_trace, single_turn
+from runtime.simulation.traffic import Traffic, multi_turn, read_trace
 from tapeout.errors import ExitCode, TapeoutError
 
 LOADS = (0.4, 0.7, 0.95)
@@ -38,7 +39,7 @@ TRACES = {
 
 def saturation(workload: Traffic, lengths: StepLengths, shape: FleetShape, seed: int) -> float:
     """Conversations a second that round robin finishes, where they all come at once and nobody pauses to think."""
-    at_once = workload.faster(1e9).without_pauses()
+    at_once = without_pauses(workload.faster(1e9))
     figures = simulate(at_once, lengths, shape, POLICIES["round robin"], seed)
     answers = sum(len(turn.answer) for conversation in workload.conversations for turn in conversation.turns)
     return len(workload.conversations) * figures.tokens_per_second / answers

@@ -63,7 +63,7 @@ def run(
         def opener(bundle: Path, settings: EngineSettings) -> Opened:
             opened = open_bundle(bundle, settings)
             if announcement is not None:
-                announcement.publish(opened.info.digest, opened.info.level)
+                announcement.begin()
             log.info("the engine is open at %s", place)
             return opened
 

@@ -10,7 +10,7 @@ import logging
 import threading
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tapeout.database import create_tables, database_seconds, open_database
 from tapeout.errors import one_line
@@ -23,15 +23,6 @@ BEAT_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
-class EngineRow(NamedTuple):
-    """``age``: seconds since it was written."""
-
-    address: str
-    digest: str
-    level: str
-    age: float
-
-
 class EngineTable:
     """``url``: of SQLAlchemy. :class:`tapeout.database.DatabaseError` for a wrong one; it need not answer yet.
 
@@ -41,15 +32,15 @@ class EngineTable:
     def __init__(self, url: str) -> None:
         self._engine, self._table, self._created = open_database(url, "engines", with_clock=True), _table(), False
 
-    def write(self, address: str, digest: str, level: str) -> None:
+    def write(self, address: str) -> None:
         import sqlalchemy as sa
 
         self._create()
         with self._engine.begin() as connection:
-            row = {"digest": digest, "level": level, "seen_at": database_seconds(connection)}
+            row = {"address": address, "seen_at": database_seconds(connection)}
             found = connection.execute(sa.update(self._table).where(self._table.c.address == address).values(row))
             if not found.rowcount:
-                connection.execute(sa.insert(self._table).values({"address": address, **row}))
+                connection.execute(sa.insert(self._table).values(row))
 
     def remove(self, address: str) -> None:
         import sqlalchemy as sa
@@ -57,15 +48,15 @@ class EngineTable:
         with self._engine.begin() as connection:
             connection.execute(sa.delete(self._table).where(self._table.c.address == address))
 
-    def read(self) -> list[EngineRow]:
-        """All rows by address, also old ones."""
+    def read(self) -> dict[str, float]:
+        """By address, in their order: seconds since each was written, also of old ones."""
         import sqlalchemy as sa
 
         self._create()
         with self._engine.connect() as connection:
             rows = connection.execute(sa.select(self._table).order_by(self._table.c.address)).all()
             now = database_seconds(connection)
-        return [EngineRow(row.address, row.digest, row.level, now - row.seen_at) for row in rows]
+        return {row.address: now - row.seen_at for row in rows}
 
     def close(self) -> None:
         self._engine.dispose()
@@ -81,13 +72,11 @@ class Announcement:
 
     def __init__(self, url: str, address: str) -> None:
         self._table, self._address = EngineTable(url), address
-        self._what: tuple[str, str] | None = None
         self._stop, self._failed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="announcement", daemon=True)
 
-    def publish(self, digest: str, level: str) -> None:
-        """What the engine serves from now on."""
-        self._what = digest, level
+    def begin(self) -> None:
+        """The engine is open. Nothing happens if that was said before."""
         if not self._thread.is_alive():
             self._thread.start()
 
@@ -105,10 +94,9 @@ class Announcement:
         self._table.close()
 
     def _run(self) -> None:
-        assert self._what is not None, "publish() comes first"
         while True:
             try:
-                self._table.write(self._address, *self._what)
+                self._table.write(self._address)
             except Exception as error:  # of any kind: an engine serves whoever knows it already
                 if not self._failed:
                     log.error("gateways cannot be told of this engine: %s", one_line(error))
@@ -128,6 +116,5 @@ def _table() -> Table:
         "engines",
         sa.MetaData(),
         sa.Column("address", sa.String(255), primary_key=True),
-        *(sa.Column(name, sa.String(64), nullable=False) for name in ("digest", "level")),
         sa.Column("seen_at", sa.Double, nullable=False),
     )

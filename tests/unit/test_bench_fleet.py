@@ -16,11 +16,12 @@ from benchmarks.fleet.bundles import BUNDLES
 from benchmarks.fleet.page import Compared, bars, real_bars
 from benchmarks.fleet.policies import POLICIES, MostCached, RoundRobin, SessionHash
 from benchmarks.fleet.run import compare
+from benchmarks.fleet.traffic import single_turn
 from runtime.gateway.fleet.client import FleetClient
 from runtime.simulation.engine import MAX_TOKENS, SimulatedEngine
 from runtime.simulation.fleet import FleetFigures, FleetShape, simulate
 from runtime.simulation.routing import ExactRouting
-from runtime.simulation.traffic import Conversation, Traffic, Turn, multi_turn, read_trace, single_turn
+from runtime.simulation.traffic import Conversation, Traffic, Turn, multi_turn, read_trace
 from runtime.wire.messages import Delta, GenerateRequest
 from tapeout.errors import ExitCode, RequestError
 

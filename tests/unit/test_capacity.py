@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fleet.traffic import single_turn
 from pipeline.cli import capacity as command
 from pipeline.cli.capacity_options import ReplicaOptions
 from pipeline.cli.main import main
@@ -24,7 +25,7 @@ from runtime.simulation.capacity import (
 )
 from runtime.simulation.fleet import FleetShape, FleetSimulation, Late
 from runtime.simulation.step_lengths import read_step_lengths, step_lengths
-from runtime.simulation.traffic import Traffic, logged_traffic, read_trace, single_turn
+from runtime.simulation.traffic import Traffic, logged_traffic, read_trace
 from tapeout.errors import ExitCode, RequestError
 from tapeout.slo import LatencyObjective, ServiceLevelObjectives
 from tapeout.state import Recurrent

@@ -27,20 +27,20 @@ class TableDiscovery:
     def read(self) -> Listing:
         key = read_key(self._key)
         try:
-            rows = self._table.read()
+            ages = self._table.read()
         except Exception as error:  # SQLAlchemy's, and its drivers'
             raise DiscoveryError(
                 f"the table of engines cannot be read: {one_line(error)}", expected="a database that answers"
             ) from error
         now, before = monotonic(), self._listed
         self._listed = {}
-        for row in rows:
-            Address.parse(row.address).require_key(key)
-            if row.age < OLD_SECONDS:
-                self._listed[row.address] = None
-            elif row.address in before:
-                since = before[row.address]
-                self._listed[row.address] = now if since is None else since
+        for address, age in ages.items():
+            Address.parse(address).require_key(key)
+            if age < OLD_SECONDS:
+                self._listed[address] = None
+            elif address in before:
+                since = before[address]
+                self._listed[address] = now if since is None else since
         left = [address for address, since in self._listed.items() if since is not None and now - since >= OLD_SECONDS]
         for address in left:
             del self._listed[address]

@@ -46,13 +46,3 @@ class Calls:
     def new(self, name: str, arguments: str) -> CallDelta:
         self.count += 1
         return CallDelta(self.count - 1, f"call_{uuid.uuid4().hex[:24]}", name, arguments)
-
-
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest beginning of ``mark`` that ``text`` ends with.
-
-    >>> overlap("a <tool", "<tool_call>"), overlap("a", "<tool_call>")
-    (5, 0)
-    """
-    longest = min(len(mark) - 1, len(text))
-    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)

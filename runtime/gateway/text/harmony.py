@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from runtime.gateway.text.calls import CallDelta, Calls, Read, overlap
+from runtime.gateway.text.calls import CallDelta, Calls, Read
+from runtime.gateway.text.stops import overlap
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START)  # of a message; a new one may begin without an end

@@ -30,7 +30,7 @@ class StopMatcher:
             end, start = min(found)
             self.matched, self._held, self.stop = True, "", text[start:end]
             return text[:start]
-        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -39,8 +39,12 @@ class StopMatcher:
         text, self._held = self._held, ""
         return text
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest prefix of ``stop`` that ``text`` ends with."""
-        longest = min(len(stop) - 1, len(text))
-        return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest prefix of ``stop`` that ``text`` ends with, less than the whole.
+
+    >>> overlap("a <tool", "<tool_call>"), overlap("a", "<tool_call>")
+    (5, 0)
+    """
+    longest = min(len(stop) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -16,8 +16,9 @@ from runtime.constraints.schemas.references import self_contained
 from runtime.gateway.protocol.bodies import NamedTool, Tool
 from runtime.gateway.protocol.errors import invalid
 from runtime.gateway.text.call_text import CallText, ValueEnd, call_of, parsed_json, value_end
-from runtime.gateway.text.calls import CallDelta, Calls, Read, ToolReader, overlap
+from runtime.gateway.text.calls import CallDelta, Calls, Read, ToolReader
 from runtime.gateway.text.harmony import CHANNEL, HarmonyReader
+from runtime.gateway.text.stops import overlap
 from runtime.wire.messages import Constraint
 from tapeout.errors import RequestError
 
