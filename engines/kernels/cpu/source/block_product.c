@@ -46,27 +46,35 @@ void quantize_row(const BlockWeight* w, const BlockRows* rows, int64_t row, cons
   }
 }
 
-/* Codes of `STEP` input channels of a tile, a byte each: step `s` of the tile that begins at `tile`. Those of E2M1 have
-   E2M1_BITS then. */
-INLINE I32x16 codes_at(const uint8_t* tile, int64_t s, const int bits, const int e2m1) {
-  if (bits == 8) return load_int(tile + 64 * s);
+/* 64 bytes of a tile's codes. Where `half` is set, the 32 of half a tile, twice. */
+INLINE I32x16 load_codes(const uint8_t* from, const int half) {
+#if HALVES
+  if (half) return load_twice(from);
+#endif
+  return (void)half, load_int(from);
+}
+
+/* Codes of `STEP` input channels of a tile, a byte each: step `s` of the tile, or of the half, that begins at `tile`. Those of
+   E2M1 have E2M1_BITS then. */
+INLINE I32x16 codes_at(const uint8_t* tile, int64_t s, const int bits, const int e2m1, const int half) {
+  if (bits == 8) return load_codes(tile + 64 * s, half);
   const I32x16 nibble = splat_int(0x0f0f0f0f);
   if (bits == 4) {
-    I32x16 both = load_int(tile + 64 * (s / 2));
+    I32x16 both = load_codes(tile + 64 * (s / 2), half);
     const I32x16 codes = (s % 2 ? both >> 4 : both) & nibble;
     return e2m1 ? look_up((U8x16)load_int8(E2M1_CODES), codes) : codes;
   }
   if (bits == 5) {
     /* Of eight steps, 256 bytes hold the low four bits and 64 the high one. */
     const uint8_t* eight_steps = tile + 320 * (s / 8);
-    I32x16 low = load_int(eight_steps + 64 * (s % 8 / 2)), high = load_int(eight_steps + 256);
+    I32x16 low = load_codes(eight_steps + 64 * (s % 8 / 2), half), high = load_codes(eight_steps + 256, half);
     if (s % 2) low >>= 4;
     high = s % 8 < 4 ? shift_left(high, 4 - s % 8) : high >> (s % 8 - 4);
     return (low & nibble) | (high & splat_int(0x10101010));
   }
   /* 6 bits: of four steps, 128 bytes hold the low four bits and 64 the high two. */
   const uint8_t* four_steps = tile + 192 * (s / 4);
-  I32x16 low = load_int(four_steps + 64 * (s % 4 / 2)), high = load_int(four_steps + 128);
+  I32x16 low = load_codes(four_steps + 64 * (s % 4 / 2), half), high = load_codes(four_steps + 128, half);
   if (s % 2) low >>= 4;
   if (s % 4 == 0) high = shift_left(high, 4);
   if (s % 4 == 1) high = shift_left(high, 2);
@@ -83,59 +91,110 @@ INLINE void update_max(LaneMax* max, F32x16 y, int64_t column, int64_t count) {
   store_int(max->column, blend_int(greater_lanes, lane + splat_int((int32_t)column), load_int(max->column)));
 }
 
+/* Where the last joined steps of a weight begin, in its codes. */
+INLINE int64_t last_steps_of(const BlockWeight* w, const int bits) {
+  return (w->tiles + w->after) * (TILE * w->shape.K * bits / 8) - 64 * joined_steps(bits) * bits / 8;
+}
+/* As many lines as joined steps have, STREAM_AHEAD after those. */
+INLINE void prefetch_after(const BlockWeight* w, const uint8_t* steps, const int64_t last_steps, const int bits) {
+  const uint8_t* next = w->codes + smaller(steps - w->codes + STREAM_AHEAD, last_steps);
+  EACH (int i = 0; i < joined_steps(bits) * bits / 8; i++) prefetch_l1(next + 64 * i);
+}
+
+#if HALVES
+/* As `add_block`, for one tile: its lower half, then its upper half. */
+INLINE void add_halves(const BlockWeight* w, I32x16 sum[GROUP][WIDE], const int8_t* x, const uint8_t* from,
+                       const int stream, const int64_t last_steps, const int count, const int bits, const int e2m1) {
+  const int64_t block_steps = w->shape.block / STEP, stride = row_bytes(w->shape.K);
+  const int summed = e2m1 ? E2M1_BITS : bits, depth = depth_of(summed), joined = joined_steps(bits);
+  I32x8 sums[2][GROUP];
+  EACH (int half = 0; half < 2; half++) {
+    EACH (int m = 0; m < count; m++) sums[half][m] = half ? HIGH(sum[m][0]) : LOW(sum[m][0]);
+    for (int64_t s = 0; s < block_steps; s += joined) {
+      const uint8_t* steps = from + 64 * s * bits / 8;
+      if (stream && !half) prefetch_after(w, steps, last_steps, bits);
+      EACH (int i = 0; i < joined; i += depth) {
+        I32x16 weights[4];
+        EACH (int j = 0; j < depth; j++) weights[j] = codes_at(steps + 32 * half, i + j, bits, e2m1, 1);
+        EACH (int m = 0; m < count; m++) {
+          const I32x16 to = BOTH(sums[half][m], sums[half][m]);
+          I32x16 partial = begin_dots(to, summed);
+          EACH (int j = 0; j < depth; j++)
+            partial = add_dot(partial, weights[j], splat_int8x4(x + m * stride + STEP * (s + i + j)), summed);
+          sums[half][m] = LOW(end_dots(to, partial, summed));
+          if (bits == 8) sums[half][m] = in_register(sums[half][m]);
+        }
+      }
+    }
+  }
+  EACH (int m = 0; m < count; m++) sum[m][0] = BOTH(sums[0][m], sums[1][m]);
+}
+#endif
+
+/* Adds a block's products to the sums of `count` rows by `tiles` tiles, whose codes begin at `from`. */
+INLINE void add_block(const BlockWeight* w, I32x16 sum[GROUP][WIDE], const int8_t* x, const uint8_t* from,
+                      const int stream, const int64_t last_steps, const int count, const int tiles, const int bits,
+                      const int e2m1) {
+  const int64_t block_steps = w->shape.block / STEP, stride = row_bytes(w->shape.K),
+                bytes = TILE * w->shape.K * bits / 8;
+  const int chains = (CHAINS + count * tiles - 1) / (count * tiles), summed = e2m1 ? E2M1_BITS : bits,
+            depth = depth_of(summed), joined = joined_steps(bits);
+  I32x16 more[CHAINS][WIDE][CHAINS];
+  EACH (int m = 0; m < count; m++)
+    EACH (int t = 0; t < tiles; t++)
+      EACH (int i = 1; i < chains; i++) more[m][t][i] = (I32x16){0};
+  for (int64_t s = 0; s < block_steps; s += joined) {
+    const uint8_t* steps = from + 64 * s * bits / 8;
+    if (stream) prefetch_after(w, steps, last_steps, bits);
+    EACH (int i = 0; i < joined; i += depth) {
+      I32x16 weights[4][WIDE];
+      EACH (int j = 0; j < depth; j++)
+        EACH (int t = 0; t < tiles; t++) weights[j][t] = codes_at(steps + t * bytes, i + j, bits, e2m1, 0);
+      EACH (int m = 0; m < count; m++) {
+        I32x16 partial[WIDE], *to[WIDE];
+        EACH (int t = 0; t < tiles; t++) {
+          to[t] = i % chains ? &more[m][t][i % chains] : &sum[m][t];
+          partial[t] = begin_dots(*to[t], summed);
+        }
+        EACH (int j = 0; j < depth; j++) {
+          const I32x16 activations = splat_int8x4(x + m * stride + STEP * (s + i + j));
+          EACH (int t = 0; t < tiles; t++) partial[t] = add_dot(partial[t], weights[j][t], activations, summed);
+        }
+        EACH (int t = 0; t < tiles; t++) *to[t] = end_dots(*to[t], partial[t], summed);
+      }
+    }
+  }
+  EACH (int m = 0; m < count; m++)
+    EACH (int t = 0; t < tiles; t++)
+      EACH (int i = 1; i < chains; i++) sum[m][t] += more[m][t][i];
+}
+
 /* `count` rows by `tiles` tiles. `count`, `tiles`, `bits` and `e2m1` are constants where this is inlined. `ahead` is memory to
    prefetch, some lines with each block; NULL: the weights that follow, line by line as others are used. */
 INLINE void multiply_tiles(const BlockWeight* w, const BlockRows* rows, float* to_y, LaneMax* max, Ahead* ahead,
                            int64_t tile, int64_t row, const int count, const int tiles, const int bits,
                            const int e2m1) {
   const BlockShape* k = &w->shape;
-  const int64_t block_steps = k->block / STEP, stride = row_bytes(k->K), bytes = TILE * k->K * bits / 8;
-  const int chains = (CHAINS + count * tiles - 1) / (count * tiles), summed = e2m1 ? E2M1_BITS : bits,
-            depth = depth_of(summed), joined = joined_steps(bits);
+  const int64_t stride = row_bytes(k->K), last_steps = last_steps_of(w, bits);
   F32x16 y[GROUP][WIDE];
   EACH (int m = 0; m < count; m++)
     EACH (int t = 0; t < tiles; t++) y[m][t] = (F32x16){0};
-  const uint8_t* codes = w->codes + tile * bytes;
-  const int64_t last_steps = (w->tiles + w->after) * bytes - 64 * joined * bits / 8;
+  const uint8_t* codes = w->codes + tile * (TILE * k->K * bits / 8);
   for (int64_t b = 0; b < w->blocks; b++) {
     const float* x_scales = rows->scales + b * rows->stride + row;
     const int32_t* x_sums = rows->sums + b * rows->stride + row;
-    I32x16 sum[GROUP][WIDE], more[CHAINS][WIDE][CHAINS];
+    I32x16 sum[GROUP][WIDE];
     EACH (int m = 0; m < count; m++)
       EACH (int t = 0; t < tiles; t++) sum[m][t] = k->symmetric ? splat_int(x_sums[m]) : (I32x16){0};
-    EACH (int m = 0; m < count; m++)
-      EACH (int t = 0; t < tiles; t++)
-        EACH (int i = 1; i < chains; i++) more[m][t][i] = (I32x16){0};
     const int8_t* x = rows->codes + row * stride + b * k->block;
     const uint8_t* from = codes + b * (TILE * k->block * bits / 8);
-    for (int64_t s = 0; s < block_steps; s += joined) {
-      const uint8_t* steps = from + 64 * s * bits / 8;
-      if (!ahead) {
-        const uint8_t* next = w->codes + smaller(steps - w->codes + STREAM_AHEAD, last_steps);
-        EACH (int i = 0; i < joined * bits / 8; i++) prefetch_l1(next + 64 * i);
-      }
-      EACH (int i = 0; i < joined; i += depth) {
-        I32x16 weights[4][WIDE];
-        EACH (int j = 0; j < depth; j++)
-          EACH (int t = 0; t < tiles; t++) weights[j][t] = codes_at(steps + t * bytes, i + j, bits, e2m1);
-        EACH (int m = 0; m < count; m++) {
-          I32x16 partial[WIDE], *to[WIDE];
-          EACH (int t = 0; t < tiles; t++) {
-            to[t] = i % chains ? &more[m][t][i % chains] : &sum[m][t];
-            partial[t] = begin_dots(*to[t], summed);
-          }
-          EACH (int j = 0; j < depth; j++) {
-            const I32x16 activations = splat_int8x4(x + m * stride + STEP * (s + i + j));
-            EACH (int t = 0; t < tiles; t++) partial[t] = add_dot(partial[t], weights[j][t], activations, summed);
-          }
-          EACH (int t = 0; t < tiles; t++) *to[t] = end_dots(*to[t], partial[t], summed);
-        }
-      }
-    }
+#if HALVES
+    if (count > WHOLE)
+      add_halves(w, sum, x, from, !ahead, last_steps, count, bits, e2m1);
+    else
+#endif
+      add_block(w, sum, x, from, !ahead, last_steps, count, tiles, bits, e2m1);
     if (ahead) prefetch_some(ahead);
-    EACH (int m = 0; m < count; m++)
-      EACH (int t = 0; t < tiles; t++)
-        EACH (int i = 1; i < chains; i++) sum[m][t] += more[m][t][i];
     EACH (int t = 0; t < tiles; t++) {
       F32x16 scale = scale_at(w, tile + t, b);
       I32x16 zero_point = {0};
@@ -178,6 +237,13 @@ INLINE void multiply_tiles(const BlockWeight* w, const BlockRows* rows, float* t
   ROWS(4, WIDE, bits, e2m1)     \
   ROWS(5, WIDE, bits, e2m1)     \
   ROWS(6, WIDE, bits, e2m1)
+#elif HALVES
+#define LARGER_GROUPS(bits, e2m1) \
+  ROWS(5, 1, bits, e2m1)          \
+  ROWS(6, 1, bits, e2m1)          \
+  ROWS(7, 1, bits, e2m1)          \
+  ROWS(8, 1, bits, e2m1)
+#define WIDE_GROUPS(bits, e2m1)
 #else
 #define LARGER_GROUPS(bits, e2m1)
 #define WIDE_GROUPS(bits, e2m1)

@@ -21,9 +21,12 @@ enum { PARTS = 64, PART_BYTES = 1 << 18 };
 /* With 255 * 127 a product and 128 * 127 an offset, sums over a block of 2^15 channels fit 32 bits. */
 enum { LARGEST_BLOCK = 1 << 15 };
 /* The sums of GROUP rows and one tile are held in registers, or of GROUP / WIDE rows and WIDE tiles, where rows are several
-   groups. At least CHAINS sums do not depend on each other, so few rows have several each. */
+   groups. Of more than WHOLE rows they are those of half a tile. At least CHAINS sums do not depend on each other, so few rows
+   have several each. */
 #if AVX512
 enum { GROUP = 12, WIDE = 2, CHAINS = 4 };
+#elif HALVES
+enum { GROUP = 8, WHOLE = 4, WIDE = 1, CHAINS = 1 };
 #else
 enum { GROUP = 4, WIDE = 1, CHAINS = 1 };
 #endif

@@ -281,7 +281,8 @@ INLINE Mask first_lanes(int64_t count) {
 #include "vector_neon.h"
 #else
 
-typedef int32_t SquareRow __attribute__((vector_size(32)));
+typedef int32_t I32x8 __attribute__((vector_size(32)));
+typedef I32x8 SquareRow;
 typedef int16_t I16x32 __attribute__((vector_size(64)));
 
 /* The two registers of a vector, of floats or of integers. */
@@ -460,6 +461,21 @@ INLINE I32x16 add_dot(I32x16 partial, I32x16 codes, I32x16 activations, const in
 }
 INLINE I32x16 end_dots(I32x16 sum, I32x16 partial, const int bits) {
   return bits == 8 ? partial : sum + add_int16_pairs(partial);
+}
+
+/* A vector is two of 16 registers, and a dot product takes several instructions. So sums of many rows are computed for the
+   lanes of one register at a time (block_product.c). */
+#define HALVES 1
+/* 32 bytes in both halves. What is computed from them is equal, so the compiler computes it once. */
+INLINE I32x16 load_twice(const void* from) {
+  I32x8 half;
+  memcpy(&half, from, sizeof half);
+  return BOTH(half, half);
+}
+/* The sum, in a register. Without this the compiler begins the dot products of many rows at once, and spills the sums. */
+INLINE I32x8 in_register(I32x8 sum) {
+  __asm__ volatile("" : "+x"(sum));
+  return sum;
 }
 #endif
 
