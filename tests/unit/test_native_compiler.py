@@ -305,6 +305,22 @@ def test_a_bundle_carries_the_levels_that_its_graph_can_run_at(
         assert made.hardware[0].features == cpu_features() and not made.hardware[0].more_features
 
 
+@COMPILES
+def test_a_plan_for_a_pinned_level_is_timed_with_its_library(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With AVX2 codes of 6 bits are faster than those of 8, with AVX-512 they are not."""
+    timed: list[Path] = []
+    monkeypatch.setattr("engines.sessions.SessionTimer", lambda model, threads, library: timed.append(library))
+    monkeypatch.setattr(native, "cpu_features", lambda: BEST.needed + MIDDLE.needed)
+    targets = [find_target(name) for name in ("ort-cpu", f"ort-cpu:{LEAST.name}")]
+    for target in targets:
+        target.timer(model_of([], []), 1)
+    assert timed == [compiler.library(BEST), compiler.library(LEAST)]
+    assert [target.kernels_version() for target in targets] == [path.parent.name for path in timed]
+    assert timed[0].parent != timed[1].parent
+
+
 def test_a_level_that_is_unknown_or_cannot_run_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BuildError, match="no level 'x86-64-avx9'") as caught:
         find_target("ort-cpu:x86-64-avx9")
