@@ -3,7 +3,7 @@
 The sequences are short, so that many of them fit in the memory of few long ones: no more than the engine was opened
 with. They join one by one. At each size, some decode beside the prompt of the one that joins, all of them decode, all
 choose their likeliest token in the opposite order, and all are fed drafts. At the end each in turn loses its memory,
-as one that was preempted, and is fed again elsewhere.
+as one that was preempted, and is fed again elsewhere beside the others' next tokens.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def running_paths(candidate: Sequences, streams: Streams, settings: ServingSetti
         _join(engine, running[:size], log)
         _decode(engine, running[:size], log)
         _draft(engine, running[:size], settings, log)
-    spare = most if engine.slots > most else None
-    for number in ProgressBar(range(most), title="sequences fed again", unit="sequence"):
-        spare = _resume(engine, running, number, spare, log)
+    _resume_each(engine, running, log)
 
 
 def _room(has: EngineCapabilities, settings: ServingSettings) -> int:
@@ -110,16 +108,22 @@ def _draft(engine: Sequences, running: Sequence[Running], settings: ServingSetti
             log.add(LoggedPlace("drafts", row, 0, size), one.stream, one.length + at, logits)
 
 
-def _resume(engine: Sequences, running: list[Running], number: int, spare: int | None, log: ServedLog) -> int | None:
-    """One is fed again in the spare slot, beside the others' next tokens, then all decode; the slot it had."""
-    one = running[number]
-    running[number] = one._replace(slot=one.slot if spare is None else spare)
-    ends = [len(other.stream.tokens) - 1 for other in running]
-    steps = [[other.entry(end) for other, end in zip(running, ends, strict=True)]] * 2
-    whole = SlotEntry(running[number].slot, one.stream.tokens[:-1], 0)
-    steps[0] = [*steps[1][:number], whole, *steps[1][number + 1 :]]
-    for step, fed_again in zip(steps, (1, 0), strict=True):
-        for row, (other, end, logits) in enumerate(zip(running, ends, engine.feed(step), strict=True)):
-            at = end - fed_again if row == number else end
-            log.add(LoggedPlace("resumed", row, 0, len(running)), other.stream, at, logits[0])
-    return None if spare is None else one.slot
+def _resume_each(engine: Sequences, running: list[Running], log: ServedLog) -> None:
+    """Each in turn is fed again in the spare slot, beside the others' next tokens; in the next step it is one of these.
+
+    Its slot is the next one's spare slot. Without one, all are fed again where they are.
+    """
+    most = len(running)
+    spare = most if engine.slots > most else None
+    ends = [len(one.stream.tokens) - 1 for one in running]
+    for number in ProgressBar(range(most + 1), title="sequences fed again", unit="step"):
+        batch = [one.entry(end) for one, end in zip(running, ends, strict=True)]
+        places = list(ends)
+        if number < most:
+            one = running[number]
+            slot = one.slot if spare is None else spare
+            spare = None if spare is None else one.slot
+            running[number] = one._replace(slot=slot)
+            batch[number], places[number] = SlotEntry(slot, one.stream.tokens[:-1], 0), ends[number] - 1
+        for row, (one, at, logits) in enumerate(zip(running, places, engine.feed(batch), strict=True)):
+            log.add(LoggedPlace("resumed", row, 0, most), one.stream, at, logits[0])
