@@ -180,6 +180,8 @@ class Sequences:
 
     def _entry(self, each: SlotEntry, wanted: Wanted) -> Entry:
         slot, tokens, start, positions, source, resumed = each
+        if source is None and not self._states and 0 <= slot < self.slots:
+            return Entry(tokens, start, self._tables[slot], wanted, positions)
         if not 0 <= slot < self.slots:
             self._require_slots(slot, 1)
         blocks: Sequence[int] = self._tables[slot]

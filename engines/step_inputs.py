@@ -45,7 +45,7 @@ class StepPiece(NamedTuple):
     blocks: Sequence[int]
     positions: Sequence[int]
     slot: int
-    snapshot: int
+    snapshot: int = NO_SLOT
 
 
 NO_SLOTS = StateSlots(0)
@@ -59,7 +59,7 @@ def check(
         raise RequestError(f"a step of {len(batch)} entries", expected=f"at most {engine.max_batch}")
     written = set[int]()
     errors = [_check_entry(entry, engine, written) for entry in batch]
-    if engine.slots or any(entry.slot != NO_SLOT or entry.snapshots for entry in batch):
+    if engine.slots:
         written = set[int]()
         errors = [error or slots.unfit(entry, written) for entry, error in zip(batch, errors, strict=True)]
     return errors
@@ -67,8 +67,8 @@ def check(
 
 def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) -> RequestError | None:
     """``written``: blocks that entries before it write; its own are added."""
-    tokens, start, blocks, size = entry.tokens, entry.start, entry.blocks, engine.block_tokens
-    count = len(tokens)
+    tokens, start, blocks, wanted, positions, top, adapter, slot, snapshots = entry  # quicker than field by field
+    count, size = len(tokens), engine.block_tokens
     end = start + count
     if not count or start < 0 or end > engine.max_tokens:
         return RequestError(
@@ -91,18 +91,19 @@ def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) ->
     if not written.isdisjoint(own):
         return RequestError(f"another entry of this step writes block {min(written & set(own))}, too")
     written.update(own)
-    wanted = entry.positions
-    if wanted is not None and len(wanted):
-        ascending = all(before < after for before, after in pairwise(wanted))
-        if not (ascending and wanted[0] >= 0 and wanted[-1] < count):
+    if positions is not None and len(positions):
+        ascending = all(before < after for before, after in pairwise(positions))
+        if not (ascending and positions[0] >= 0 and positions[-1] < count):
             return RequestError(
-                f"results wanted at positions {', '.join(map(str, wanted[:8]))}",
+                f"results wanted at positions {', '.join(map(str, positions[:8]))}",
                 expected=f"ascending positions from 0 to {count - 1} of the tokens fed",
             )
-    if entry.wanted == "top" and not 1 <= entry.top <= engine.vocab_size:
-        return RequestError(f"top {entry.top} tokens", expected=f"1 to {engine.vocab_size}")
-    if entry.adapter:
-        return RequestError(f"adapter {entry.adapter}", expected="0: this engine has no adapters")
+    if wanted == "top" and not 1 <= top <= engine.vocab_size:
+        return RequestError(f"top {top} tokens", expected=f"1 to {engine.vocab_size}")
+    if adapter:
+        return RequestError(f"adapter {adapter}", expected="0: this engine has no adapters")
+    if (slot != NO_SLOT or snapshots) and not engine.slots:
+        return NO_SLOTS.unfit(entry, set[int]())
     return None
 
 
@@ -116,7 +117,12 @@ def runs(batch: Sequence[Entry], errors: Sequence[RequestError | None], most: in
     for number, (entry, error) in enumerate(zip(batch, errors, strict=True)):
         if error is not None:
             continue
-        count, done = len(entry.tokens), 0
+        tokens, start, blocks, _, positions, _, _, slot, snapshots = entry
+        count, done = len(tokens), 0
+        if count <= room and not snapshots:
+            room -= count
+            run.append(StepPiece(number, tokens, start, blocks, (count - 1,) if positions is None else positions, slot))
+            continue
         while done < count:
             if not room:
                 yield run

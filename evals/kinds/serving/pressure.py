@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 from engines.protocol import EngineCapabilities, FloatArray
 from engines.sequences import Sequences
@@ -66,8 +66,12 @@ def under_pressure(
             found.setdefault(number, []).append(answer)
     results: dict[str, list[tuple[Answer, int, float]]] = {name: [] for name in PRESSED}
     for number, (name, ask) in enumerate(ProgressBar(asks, title="comparing answers", unit="request")):
-        logits = cache(partial(_logits, candidate, ask.prompt))  # mostly it is answered the same both times
-        results[name] += [(answer, *compare(ask, answer, logits, decode)) for answer in found[number]]
+        compared: dict[Answer, tuple[int, float]] = {}
+        for answer in found[number]:  # mostly it is answered the same both times
+            said = replace(answer, cached=0, accepted=0, preempted=0)
+            if said not in compared:
+                compared[said] = compare(ask, said, partial(_logits, candidate, ask.prompt), decode)
+            results[name].append((answer, *compared[said]))
     answers = tuple(_pressed(name, rows) for name, rows in results.items() if rows)
     shares = is_shared(has)
     return Pressure(shares=shares, scarce=shares and has.blocks > 0, constrains=core.constrains, answers=answers)

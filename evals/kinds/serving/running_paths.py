@@ -2,8 +2,8 @@
 
 The sequences are short, so that many of them fit in the memory of few long ones: no more than the engine was opened
 with. They join one by one. At each size, some decode beside the prompt of the one that joins, all of them decode, all
-choose their likeliest token in the opposite order, and all are fed drafts. At the end each in turn loses its memory,
-as one that was preempted, and is fed again elsewhere.
+choose their likeliest token in the opposite order, and all are fed drafts. At the end some at a time lose their memory,
+as those that were preempted, and are fed again elsewhere beside the others' next tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from evals.kinds.serving.served_log import LoggedPlace, ServedLog, Stream, Strea
 from tapeout.progress import ProgressBar
 
 SPREAD = 97  # prompts have 1 to so many tokens
+AGAIN = 4  # sequences that are fed again in one step
+FULL = 8  # batch sizes that this divides have steps as full of drafts as a server makes them
 
 
 class Running(NamedTuple):
@@ -48,7 +50,7 @@ def drafted_tokens(has: EngineCapabilities, settings: ServingSettings) -> int:
 def running_paths(candidate: Sequences, streams: Streams, settings: ServingSettings, log: ServedLog) -> None:
     has, ahead = candidate.engine.capabilities, settings.draft_tokens + 1
     most, longest = most_running(has, settings), _longest(has, settings)
-    engine = Sequences(candidate.engine, min(most + 1, _room(has, settings)), longest)
+    engine = Sequences(candidate.engine, min(most + AGAIN, _room(has, settings)), longest)
     running: list[Running] = []
     for number in range(most):
         length = max(1, min(1 + 11 * number % SPREAD, has.max_tokens - ahead))
@@ -59,9 +61,7 @@ def running_paths(candidate: Sequences, streams: Streams, settings: ServingSetti
         _join(engine, running[:size], log)
         _decode(engine, running[:size], log)
         _draft(engine, running[:size], settings, log)
-    spare = most if engine.slots > most else None
-    for number in ProgressBar(range(most), title="sequences fed again", unit="sequence"):
-        spare = _resume(engine, running, number, spare, log)
+    _resume_each(engine, running, log)
 
 
 def _room(has: EngineCapabilities, settings: ServingSettings) -> int:
@@ -96,12 +96,13 @@ def _decode(engine: Sequences, running: Sequence[Running], log: ServedLog) -> No
 
 
 def _draft(engine: Sequences, running: Sequence[Running], settings: ServingSettings, log: ServedLog) -> None:
-    """As many drafts for each as a step has room for; fewer for every other one."""
+    """Any number of drafts for each, up to what a step has room for; nearly as many for all at some sizes."""
     size = len(running)
     most = min(drafted_tokens(engine.engine.capabilities, settings), settings.step_tokens // size - 1)
     if most < 1:
         return
-    fed = [one.stream.tokens[one.length :][: most + 1 - row % 2] for row, one in enumerate(running)]
+    counts = [most - row % 2 if size % FULL == 0 else 1 + (row + size) % most for row in range(size)]
+    fed = [one.stream.tokens[one.length :][: count + 1] for one, count in zip(running, counts, strict=True)]
     batch = [
         SlotEntry(one.slot, tokens, one.length, range(len(tokens))) for one, tokens in zip(running, fed, strict=True)
     ]
@@ -110,16 +111,22 @@ def _draft(engine: Sequences, running: Sequence[Running], settings: ServingSetti
             log.add(LoggedPlace("drafts", row, 0, size), one.stream, one.length + at, logits)
 
 
-def _resume(engine: Sequences, running: list[Running], number: int, spare: int | None, log: ServedLog) -> int | None:
-    """One is fed again in the spare slot, beside the others' next tokens, then all decode; the slot it had."""
-    one = running[number]
-    running[number] = one._replace(slot=one.slot if spare is None else spare)
-    ends = [len(other.stream.tokens) - 1 for other in running]
-    steps = [[other.entry(end) for other, end in zip(running, ends, strict=True)]] * 2
-    whole = SlotEntry(running[number].slot, one.stream.tokens[:-1], 0)
-    steps[0] = [*steps[1][:number], whole, *steps[1][number + 1 :]]
-    for step, fed_again in zip(steps, (1, 0), strict=True):
-        for row, (other, end, logits) in enumerate(zip(running, ends, engine.feed(step), strict=True)):
-            at = end - fed_again if row == number else end
-            log.add(LoggedPlace("resumed", row, 0, len(running)), other.stream, at, logits[0])
-    return None if spare is None else one.slot
+def _resume_each(engine: Sequences, running: list[Running], log: ServedLog) -> None:
+    """Some at a time are fed again in spare slots, beside the others' next tokens; in the next step they are of these.
+
+    Their slots are the spare ones of the next. Where there are fewer, others are fed again where they are.
+    """
+    most = len(running)
+    spare = list(range(most, engine.slots))
+    ends = [len(one.stream.tokens) - 1 for one in running]
+    for first in ProgressBar(range(0, most + AGAIN, AGAIN), title="sequences fed again", unit="step"):
+        batch = [one.entry(end) for one, end in zip(running, ends, strict=True)]
+        places = list(ends)
+        for turn, number in enumerate(range(first, min(first + AGAIN, most))):
+            one = running[number]
+            if turn < len(spare):
+                running[number], spare[turn] = one._replace(slot=spare[turn]), one.slot
+            batch[number] = SlotEntry(running[number].slot, one.stream.tokens[:-1], 0)
+            places[number] = ends[number] - 1
+        for row, (one, at, logits) in enumerate(zip(running, places, engine.feed(batch), strict=True)):
+            log.add(LoggedPlace("resumed", row, 0, most), one.stream, at, logits[0])

@@ -18,19 +18,36 @@ STRIDE = 1009  # a prime: streams begin at different places of the text
 
 @dataclass
 class Stream:
-    """One sequence of tokens, and the anchors of some of its positions: logits ``[V]`` after the token there."""
+    """One sequence of tokens, and the anchors of some of its positions: logits ``[V]`` after the token there.
+
+    ``own`` are finite. ``float_kls``: their KL against ``reference``, where somebody asked for it.
+    """
 
     tokens: list[int]
     own: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
     reference: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
+    float_kls: dict[int, float] = field(default_factory=dict[int, float])
+
+    def float_kl(self, position: int) -> float | None:
+        """Of its own logits; None where the float engine was not asked."""
+        if position not in self.reference:
+            return None
+        if position not in self.float_kls:
+            self.float_kls[position] = _kl(self.reference[position], self.own[position])
+        return self.float_kls[position]
 
 
 def anchor(
     candidate: Sequences, baseline: Sequences | None, streams: Sequence[Stream], positions: Sequence[Sequence[int]]
 ) -> None:
-    """``positions``: those of each stream whose anchors are wanted, ascending."""
+    """``positions``: those of each stream whose anchors are wanted, ascending.
+
+    :class:`EvidenceError` for logits of the candidate that are not finite.
+    """
     for stream, wanted in zip(streams, positions, strict=True):
-        stream.own.update(zip(wanted, candidate.prefill(0, stream.tokens, positions=wanted), strict=True))
+        for position, logits in zip(wanted, candidate.prefill(0, stream.tokens, positions=wanted), strict=True):
+            _require_finite(logits, position, "one prefill in slot 0")
+            stream.own[position] = logits
     if baseline is None:
         return
     for batch in batches([len(stream.tokens) for stream in streams], baseline.slots, baseline.max_tokens):
@@ -91,28 +108,34 @@ class ServedLog:
     ) -> None:
         """``chosen``: the token that the engine picked by itself, where it did; ``logits`` are those it picked by.
 
+        Most ways of serving give the bits of the anchor. Then there is nothing to compute but the gap.
         :class:`EvidenceError` for logits that are not finite.
         """
-        own, reference = stream.own[position], stream.reference.get(position)
-        if not (np.isfinite(own).all() and np.isfinite(logits).all()):
-            raise EvidenceError(
-                f"the engine returned NaN or infinite logits at position {position}, {place}",
-                expected="finite float32 logits in every way the engine is served, and in one prefill",
-                remedy="`tapeout inspect` shows its scales and kernels; build it again, or serve at another level",
-            )
-        picked = int(logits.argmax()) if chosen is None else chosen
-        entry = LoggedEntry(
-            position=position,
-            agree=picked == int(own.argmax()),
-            kl=_kl(own, logits),
-            error=float(np.abs(logits - own).max() / max(float(np.abs(own).max()), 1e-30)),
-            gap=float(logits.max() - logits[picked]),
-            float_kl=None if reference is None else _kl(reference, logits),
-        )
+        own = stream.own[position]
+        top = int(own.argmax())
+        if np.array_equal(own, logits):
+            picked, kl, error, float_kl = top if chosen is None else chosen, 0.0, 0.0, stream.float_kl(position)
+        else:
+            _require_finite(logits, position, place)
+            reference = stream.reference.get(position)
+            picked, kl = int(logits.argmax()) if chosen is None else chosen, _kl(own, logits)
+            error = float(np.abs(logits - own).max() / max(float(np.abs(own).max()), 1e-30))
+            float_kl = None if reference is None else _kl(reference, logits)
+        gap = float(logits.max() - logits[picked])
+        entry = LoggedEntry(position=position, agree=picked == top, kl=kl, error=error, gap=gap, float_kl=float_kl)
         self._found.setdefault(place, []).append(entry)
 
     def items(self) -> list[ServedItem]:
         return [_item(place, found) for place, found in self._found.items()]
+
+
+def _require_finite(logits: FloatArray, position: int, place: object) -> None:
+    if not np.isfinite(logits).all():
+        raise EvidenceError(
+            f"the engine returned NaN or infinite logits at position {position}, {place}",
+            expected="finite float32 logits in every way the engine is served, and in one prefill",
+            remedy="`tapeout inspect` shows its scales and kernels; build it again, or serve at another level",
+        )
 
 
 def _kl(anchor: FloatArray, logits: FloatArray) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ class TextModel:
         self.texts = TokenTexts(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._in_special = _in_special(tokenizer)
+        added = [re.escape(token.content) for token in tokenizer.get_added_tokens_decoder().values()]
+        self._added = re.compile("|".join(added) or "(?!)")
         self.token_bytes = lru_cache(1 << 16)(_token_bytes(tokenizer))
 
     @classmethod
@@ -87,7 +90,7 @@ class TextModel:
     ) -> list[list[int]]:
         """Token ids of each text. Long texts do not hold up the other requests.
 
-        ``cut``: a mark where a text is cut before it is tokenized, so that no token spans it.
+        ``cut``: a mark where a text is cut before it is tokenized, so that no token spans it; the text goes on there.
 
         :class:`ApiError` at once for a text that must have more than ``most_tokens``: no token has more characters than
         the longest of the vocabulary.
@@ -101,19 +104,44 @@ class TextModel:
             )
 
         def encode() -> list[list[int]]:
-            return [
-                [
-                    token
-                    for part in (text.split(cut) if cut else [text])
-                    for token in self.tokenizer.encode(part, add_special_tokens=add_special_tokens).ids
-                ]
-                for text in texts
-            ]
+            found: list[list[int]] = []
+            for text in texts:
+                whole, *rest = text.split(cut) if cut else [text]
+                tokens = self.tokenizer.encode(whole, add_special_tokens=add_special_tokens).ids
+                for part in rest:
+                    tokens += self._continued(part)
+                found.append(tokens)
+            return found
 
+        slow = sum(map(len, texts)) > THREAD_CHARS or (cut is not None and any(cut in text for text in texts))
         try:
-            return await asyncio.to_thread(encode) if sum(map(len, texts)) > THREAD_CHARS else encode()
+            return await asyncio.to_thread(encode) if slow else encode()
         except UnicodeEncodeError as error:
             raise invalid(f"the text is not valid Unicode: {error.reason}", "prompt") from error
+
+    def _continued(self, part: str) -> list[int]:
+        """Token ids of a text that goes on: without the space that some tokenizers put before a text.
+
+        Behind a special token they put one again, as they do wherever a model reads one.
+        """
+        if self._inside is self.tokenizer:
+            return self.tokenizer.encode(part, add_special_tokens=False).ids
+        special = self._added.search(part)
+        end = special.start() if special else len(part)
+        tokens = self._inside.encode(part[:end], add_special_tokens=False).ids
+        return tokens + self.tokenizer.encode(part[end:], add_special_tokens=False).ids
+
+    @cached_property
+    def _inside(self) -> Tokenizer:
+        """The tokenizer itself, unless it puts a space before a text: then one that does not."""
+        parts = (self.tokenizer.normalizer, self.tokenizer.pre_tokenizer)
+        states: list[Any] = [json.loads(part.__getstate__()) if part else None for part in parts]
+        changed = [_without_prefix(state) for state in states]
+        if changed == states:
+            return self.tokenizer
+        names = ("normalizer", "pre_tokenizer")
+        whole = json.loads(self.tokenizer.to_str()) | dict(zip(names, changed, strict=True))
+        return Tokenizer.from_str(json.dumps(whole))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
@@ -202,6 +230,27 @@ def _in_special(tokenizer: Tokenizer) -> re.Pattern[str]:
         if token.special and len(token.content) > 1:
             rests.setdefault(re.escape(token.content[0]), []).append(re.escape(token.content[1:]))
     return re.compile("|".join(f"(?<={first})(?={'|'.join(found)})" for first, found in rests.items()) or "(?!)")
+
+
+def _without_prefix(part: Any) -> Any:
+    """The state of a normalizer or a pre-tokenizer that puts no space before a text."""
+    if isinstance(part, list):
+        entries: list[Any] = part
+        return [_without_prefix(entry) for entry in entries if entry["type"] != "Prepend"]
+    if not isinstance(part, dict):
+        return part
+    state: dict[str, Any] = part
+    match state.get("type"):
+        case "Prepend":
+            return None
+        case "Metaspace":
+            return state | {"prepend_scheme": "never"}
+        case "ByteLevel":
+            return state | {"add_prefix_space": False}
+        case "Sequence":
+            return {name: _without_prefix(value) for name, value in state.items()}
+        case _:
+            return state
 
 
 def _token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
