@@ -311,7 +311,11 @@ def test_a_plan_for_a_pinned_level_is_timed_with_its_library(
 ) -> None:
     """With AVX2 codes of 6 bits are faster than those of 8, with AVX-512 they are not."""
     timed: list[Path] = []
-    monkeypatch.setattr("engines.sessions.SessionTimer", lambda model, threads, library: timed.append(library))
+
+    def timer(model: object, threads: int, library: Path) -> None:
+        timed.append(library)
+
+    monkeypatch.setattr("engines.sessions.SessionTimer", timer)
     monkeypatch.setattr(native, "cpu_features", lambda: BEST.needed + MIDDLE.needed)
     targets = [find_target(name) for name in ("ort-cpu", f"ort-cpu:{LEAST.name}")]
     for target in targets:
