@@ -2,11 +2,13 @@
 
     RotaryEmbedding(x, Cos(position · frequency), Sin(…))   ->   RotaryEmbedding(x, cos_table, sin_table) {table}
     x · cos + (-second half of x, first half of x) · sin    ->   the same
+    (first · cos - second · sin, second · cos + first · sin)  ->   the same, of the halves of x
 
 The subgraph is evaluated once for every position, so any RoPE scaling (linear, llama3, yarn) is kept exactly, with no
 code for any of them. It must give a position the same values alone as among all others: angles that depend on the
 largest position of a call, say, have no table. The exporter leaves the sum where it does not know how angles are made,
-such as those of Qwen3.5, whose frequencies are put together from three kinds of positions.
+such as those of Qwen3.5, whose frequencies are put together from three kinds of positions, and where a model turns the
+halves one by one, as gpt-oss does.
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ Tables = tuple[ir.Value, ir.Value]
 
 @dataclass(frozen=True)
 class _Rotary:
-    """A rotary embedding of ``x``. ``written``: it is a sum, whose cosines and sines are there for both halves."""
+    """A rotary embedding of ``x``. ``written``: in other operators. ``both``: of both halves there are angles."""
 
     node: ir.Node
     x: ir.Value
     cos: ir.Value
     sin: ir.Value
     written: bool
+    both: bool
 
     @property
     def label(self) -> str:
@@ -51,12 +54,12 @@ class _Rotary:
 
 def run(lowering: Lowering) -> PassResult:
     model = lowering.model
-    found = [rotary for node in model.graph if (rotary := _node(node) or _sum(node))]
+    found = [rotary for node in model.graph if (rotary := _node(node) or _sum(node) or _halves(node))]
     tables: dict[tuple[int, int, bool], Tables] = {}
     declined: list[str] = []
     matched = 0
     for rotary in found:
-        key = id(rotary.cos), id(rotary.sin), rotary.written
+        key = id(rotary.cos), id(rotary.sin), rotary.both
         if key not in tables and id(rotary.cos) in {cos for cos, *_ in tables}:
             declined.append(f"{rotary.label}: its cosines and sines are paired differently elsewhere")
             continue
@@ -65,7 +68,7 @@ def run(lowering: Lowering) -> PassResult:
             if arrays is None:
                 declined.append(f"{rotary.label}: its angles depend on more than positions; computed in every step")
                 continue
-            if rotary.written:
+            if rotary.both:
                 arrays = _of_one_half(arrays)
             if arrays is None:
                 declined.append(f"{rotary.label}: its halves are turned by other angles; computed in every step")
@@ -103,7 +106,7 @@ def _node(node: ir.Node) -> _Rotary | None:
         return None
     x, cos, sin = node.inputs[:3]
     assert x is not None and cos is not None and sin is not None
-    return _Rotary(node, x, cos, sin, written=False)
+    return _Rotary(node, x, cos, sin, written=False, both=False)
 
 
 def _sum(node: ir.Node) -> _Rotary | None:
@@ -119,8 +122,40 @@ def _sum(node: ir.Node) -> _Rotary | None:
             cos = plain.inputs[1] if plain.inputs[0] is x else plain.inputs[0]
             angles = [_of_tokens(value) for value in (cos, sin)]
             if angles[0] is not None and angles[1] is not None:
-                return _Rotary(node, x, angles[0], angles[1], written=True)
+                return _Rotary(node, x, angles[0], angles[1], written=True, both=True)
     return None
+
+
+def _halves(node: ir.Node) -> _Rotary | None:
+    """``(first · cos - second · sin, second · cos + first · sin)`` of ``x``'s halves; angles ``[B, S, R/2]``."""
+    if node.op_type != "Concat" or len(node.inputs) != 2 or attribute(node, "axis", 0) not in (-1, 3):
+        return None
+    less, more = producer_of(node.inputs[0], "Sub"), producer_of(node.inputs[1], "Add")
+    products = [producer_of(value, "Mul") for end in (less, more) for value in (end.inputs if end is not None else ())]
+    if len(products) != 4 or any(product is None for product in products):
+        return None
+    factors = [list(product.inputs) for product in products if product is not None]
+    for first, cos in (factors[0], factors[0][::-1]):
+        for second, sin in (factors[1], factors[1][::-1]):
+            for turned in (factors[2:], factors[:1:-1]):  # second · cos, first · sin in either order
+                if not _same(turned[0], (second, cos)) or not _same(turned[1], (first, sin)):
+                    continue
+                x, angles = _of_halves(first, second), [_of_tokens(value) for value in (cos, sin)]
+                if x is not None and len(x.shape or ()) == 4 and angles[0] is not None and angles[1] is not None:
+                    return _Rotary(node, x, angles[0], angles[1], written=True, both=False)
+    return None
+
+
+def _same(factors: list[ir.Value | None], wanted: tuple[ir.Value | None, ir.Value | None]) -> bool:
+    return {id(value) for value in factors} == {id(value) for value in wanted}
+
+
+def _of_halves(first: ir.Value | None, second: ir.Value | None) -> ir.Value | None:
+    """What these are the halves of."""
+    split = producer_of(first, "Split")
+    if split is None or list(split.outputs) != [first, second] or attribute(split, "axis", 0) not in (-1, 3):
+        return None
+    return split.inputs[0] if dimension(first, -1) == dimension(second, -1) else None
 
 
 def _half_turned(value: ir.Value | None) -> ir.Value | None:

@@ -88,6 +88,51 @@ def test_sums_that_turn_halves_are_rotary_embeddings() -> None:
         np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
 
 
+def turned_by_halves(
+    x: ir.Value, cos: ir.Value, sin: ir.Value, *, sign: str = "Sub", crossed: bool = False
+) -> ir.Value:
+    """As gpt-oss writes it; angles ``[B, S, 4]``. ``crossed``: the second half is turned as the first one is."""
+    half, heads = ["batch", 2, "tokens", 4], parameter(f"{x.name}.heads", np.array([1]))
+    cos, sin = (op("Unsqueeze", [angle, heads], ["batch", 1, "tokens", 4]) for angle in (cos, sin))
+    first = op("Split", [x], half, outputs=2, axis=-1, num_outputs=2)
+    split = first.producer()
+    assert split is not None
+    second = split.outputs[1]
+    less = op(sign, [op("Mul", [first, cos], half), op("Mul", [second, sin], half)], half)
+    cos, sin = (sin, cos) if crossed else (cos, sin)
+    more = op("Add", [op("Mul", [second, cos], half), op("Mul", [first, sin], half)], half)
+    return op("Concat", [less, more], HEADS, axis=-1)
+
+
+def test_halves_that_are_turned_one_by_one_are_rotary_embeddings() -> None:
+    q, k = value("q", HEADS), value("k", HEADS)
+    positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    angle = angles(positions, parameter("frequencies", FREQUENCIES))
+    cos, sin = (op(name, [angle], angle.shape) for name in ("Cos", "Sin"))
+    outputs = [named("y", turned_by_halves(q, cos, sin)), named("z", turned_by_halves(k, cos, sin))]
+    model = model_of([q, k, positions], outputs)
+    before = run(model, FEEDS)
+    outcome = apply(lowering(model, max_tokens=16), rotary_tables)
+    assert (outcome.matched, outcome.declined) == (2, ())
+    assert operators(model) == ["RotaryEmbedding", "RotaryEmbedding"]
+    after = run(model, FEEDS)
+    for name, wanted in before.items():
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_halves_that_are_turned_otherwise_stay() -> None:
+    for case in ({"sign": "Add"}, {"crossed": True}):
+        q, positions = value("q", HEADS), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+        angle = angles(positions, parameter("frequencies", FREQUENCIES))
+        cos, sin = (op(name, [angle], angle.shape) for name in ("Cos", "Sin"))
+        y = turned_by_halves(q, cos, sin, **case)
+        model = model_of([q, positions], [named("y", y)])
+        before = operators(model)
+        outcome = apply(lowering(model, max_tokens=16), rotary_tables)
+        assert (outcome.matched, outcome.declined) == (0, ("no RotaryEmbedding in the graph",))
+        assert operators(model) == before
+
+
 def test_sums_that_turn_halves_by_other_angles_stay() -> None:
     q, positions = value("q", HEADS), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
     angle = angles(positions, parameter("frequencies", FREQUENCIES))
