@@ -17,7 +17,8 @@ from tests.family_engines import Made, difference_from_checkpoint, make, words
 
 RULES = (Rule(match="*", scheme=Scheme(bits=8, group_size=32, symmetric=True)),)
 FAMILIES = ("lfm2", "bamba", "granitemoehybrid-scans", "nemotron_h", "qwen3_5", "falcon_h1", "mamba2")
-MIXTURES = ("afmoe", "glm4_moe", "gpt_oss", "lfm2_moe", "olmoe", "qwen2_moe")  # each routes in another way
+# Each chooses its experts in another way.
+MIXTURES = ("afmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "olmoe", "qwen2_moe")
 # Of the first layer, whose input nothing is added to, and norms that several operators read.
 SMALL = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 # Experts see the tokens of all sequences as rows; norms of all heads of a query take a linear apart.

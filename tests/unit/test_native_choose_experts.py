@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -33,6 +33,7 @@ class Kind:
     groups: int = 1
     kept: int = 1
     best: int = 0
+    masked: float = -np.inf  # the experts of other groups
 
 
 KINDS = {
@@ -44,7 +45,7 @@ KINDS = {
     "ERNIE 4.5": Kind(biased=True, normalized=True, least=1e-3),
     "AFMoE": Kind("Sigmoid", biased=True, normalized=True, factor=2.5),
     "DeepSeek-V3": Kind("Sigmoid", biased=True, normalized=True, factor=2.5, groups=4, kept=2, best=2),
-    "DeepSeek-V2": Kind(factor=16, groups=4, kept=3, best=1),
+    "DeepSeek-V2": Kind(factor=16, groups=4, kept=3, best=1, masked=0),
 }
 
 
@@ -91,7 +92,7 @@ def of_best_groups(kind: Kind, scores: ir.Value, experts: int) -> ir.Value:
     marked = op("Cast", [flat], ["tokens", experts], to=ir.DataType.BOOL)
     mask = op("Not", [marked], ["tokens", experts])
     marked.type = mask.type = ir.TensorType(ir.DataType.BOOL)
-    return op("Where", [mask, parameter("never", np.array(-np.inf, np.float32)), scores], ["tokens", experts])
+    return op("Where", [mask, parameter("masked", np.array(kind.masked, np.float32)), scores], ["tokens", experts])
 
 
 def router(kind: Kind, experts: int, chosen: int, bias: Matrix | None = None) -> ir.Model:
@@ -101,7 +102,7 @@ def router(kind: Kind, experts: int, chosen: int, bias: Matrix | None = None) ->
     if kind.groups > 1:
         among = of_best_groups(kind, among, experts)
     weight, index = top(among, chosen, ["tokens"], "experts")
-    if among is not scores:
+    if among is not scores and kind.masked:
         weight = op("GatherElements", [scores, index], ["tokens", chosen], axis=1)
     if kind.of_chosen:
         weight = op("Softmax", [weight], ["tokens", chosen], axis=-1)
@@ -207,17 +208,18 @@ def test_of_equal_logits_the_first_is_chosen_and_nan_chooses_experts_that_exist(
         ("Qwen2-MoE", "Neg"),  # other scores than softmax and sigmoid
         ("LFM2-MoE", "Neg"),
         ("DeepSeek-V3", "Not"),  # the groups that are not the best
+        ("DeepSeek-V3", "zeros"),  # which are not below a score with a bias
     ],
 )
 def test_other_ways_to_choose_are_left_to_onnx_runtime(name: str, other: str) -> None:
-    kind = KINDS[name]
+    kind = replace(KINDS[name], masked=0) if other == "zeros" else KINDS[name]
     model = router(kind, 16, 2, bias_of(kind, 16))
     if other == "Not":
         (inverted,) = (node for node in model.graph if node.op_type == "Not")
         assert inverted.inputs[0] is not None
         inverted.outputs[0].replace_all_uses_with(inverted.inputs[0])
         model.graph.remove(inverted, safe=True)
-    else:
+    elif other != "zeros":
         (made,) = (node for node in model.graph if node.op_type == kind.scores)
         made.op_type = other
     kinds = [node.op_type for node in model.graph]

@@ -93,6 +93,10 @@ class _Scores:
     bias: ir.Value | None
     groups: dict[str, int]
 
+    @property
+    def experts(self) -> int:
+        return dimension(self.values, 1)
+
 
 @dataclass(frozen=True)
 class _Weights:
@@ -112,10 +116,13 @@ def _choose(lowering: Lowering, node: ir.Node) -> str:
     if chosen is None or not attribute(node, "largest", 1) or not _is_last(node):
         return "it chooses others than the largest of a row"
     scores = _scores(among)
+    few = not scores.groups or chosen <= scores.groups["kept"] * scores.experts // scores.groups["groups"]
+    if not few:  # those that are masked may be chosen
+        return "its experts are chosen in a way without a kernel"
     taken, gather = values, _gathered(scores.values, index)
     if gather is not None and not values.uses():
         taken = gather
-    elif scores.values is not among:
+    elif scores.bias is not None:
         return "its experts are weighted in a way without a kernel"
     kind, weights = scores.kind, _weights(taken)
     if kind == LOGITS:
@@ -142,7 +149,14 @@ def _choose(lowering: Lowering, node: ir.Node) -> str:
 
 
 def _scores(among: ir.Value) -> _Scores:
-    among, groups = _groups(among)
+    kept, groups, fill = _groups(among)
+    found = _scores_of(kept, groups)
+    # DeepSeek-V2 masks by zeros, below which no softmax is.
+    is_least = fill == -np.inf or (fill == 0 and found.kind != LOGITS and found.bias is None)
+    return found if is_least else _Scores(among, LOGITS, among, None, {})
+
+
+def _scores_of(among: ir.Value, groups: dict[str, int]) -> _Scores:
     total = producer_of(among, "Add")
     for values, added in (total.inputs, total.inputs[::-1]) if total is not None else ((among, None),):
         bias = _row(added, among)
@@ -163,35 +177,36 @@ def _row(bias: ir.Value | None, like: ir.Value) -> ir.Value | None:
     return bias if dimension(bias, -1) == experts == np.prod(bias.shape.numpy()) else None
 
 
-def _groups(among: ir.Value) -> tuple[ir.Value, dict[str, int]]:
-    """The scores of which all but those of the best groups are masked, and which groups these are.
+def _groups(among: ir.Value) -> tuple[ir.Value, dict[str, int], float]:
+    """The scores of which all but those of the best groups are masked, which groups these are, and what masks them.
 
     A group counts by the sum of its ``best`` largest scores, or by its largest.
     """
     masked = producer_of(among, "Where")
     if masked is None or len(masked.inputs) != 3:
-        return among, {}
+        return among, {}, -np.inf
     mask, scores = masked.inputs[0], masked.inputs[2]
-    if mask is None or scores is None or _number(masked.inputs[1]) != -np.inf:
-        return among, {}
+    fill = _number(masked.inputs[1])
+    if mask is None or scores is None or fill is None:
+        return among, {}, -np.inf
     inverted = producer_of(mask, "Not")
     spread = producer_of(_uncast(inverted.inputs[0]) if inverted is not None else None, "Reshape")
     wide = producer_of(spread.inputs[0], "Expand") if spread is not None else None
     apart = producer_of(wide.inputs[0], "Unsqueeze") if wide is not None else None
     marked = producer_of(apart.inputs[0], "ScatterElements") if apart is not None else None
     if spread is None or marked is None or attribute(marked, "axis", 0) not in (-1, 1) or not _marks(marked):
-        return among, {}
+        return among, {}, -np.inf
     best_groups = marked.inputs[1].producer() if marked.inputs[1] is not None else None
     if best_groups is None or best_groups.op_type != "TopK" or not attribute(best_groups, "largest", 1):
-        return among, {}
+        return among, {}, -np.inf
     kept, sums = _number(best_groups.inputs[1]), best_groups.inputs[0]
     best, members = _of_group(sums)
     if best is None or members is None or kept is None or members.inputs[0] is not scores:
-        return among, {}
+        return among, {}, -np.inf
     groups, size = dimension(members.outputs[0], 1), dimension(members.outputs[0], 2)
     if groups * size != dimension(scores, 1) or marked.inputs[1] is not best_groups.outputs[1]:
-        return among, {}
-    return scores, {"groups": groups, "kept": int(kept), "best": best}
+        return among, {}, -np.inf
+    return scores, {"groups": groups, "kept": int(kept), "best": best}, fill
 
 
 def _of_group(sums: ir.Value | None) -> tuple[int | None, ir.Node | None]:
