@@ -56,6 +56,22 @@ def _llama(hidden: int, layers: int, intermediate: int, rope_factor: float, tied
     return Shape("LlamaForCausalLM", {"model_type": "llama", **sizes, **heads, **common, "tie_word_embeddings": tied})
 
 
+def _experts(kind: str, hidden: int, layers: int, experts: int, chosen: int, **config: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "tie_word_embeddings": False}
+    return {"model_type": kind, **sizes, "num_experts": experts, "num_experts_per_tok": chosen, **config}
+
+
+_QWEN3_30B = {
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "norm_topk_prob": True,
+    "rope_theta": 1e6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
 _SMOLLM = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -75,6 +91,7 @@ SHAPES = {
     "llama-3.2-1b": _llama(2048, 16, 8192, 32.0, tied=True),
     "qwen2.5-3b": _qwen(2048, 36, 16, 11008),
     "llama-3.1-8b": _llama(4096, 32, 14336, 8.0, tied=False),
+    "qwen3-30b-a3b": Shape("Qwen3MoeForCausalLM", _experts("qwen3_moe", 2048, 48, 128, 8, **_QWEN3_30B)),
 }
 
 
@@ -104,7 +121,20 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     kind: Any = getattr(import_module("transformers"), config["architectures"][0])
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(config))
-    return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    return {name: shape for stacked, sizes in shapes.items() for name, shape in _published(stacked, sizes)}
+
+
+def _published(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """Experts that transformers stacks are published one by one, gates apart from ups."""
+    module, _, kind = name.rpartition(".experts.")
+    if kind == "gate_up_proj":
+        parts = [("gate_proj", (shape[1] // 2, shape[2])), ("up_proj", (shape[1] // 2, shape[2]))]
+    elif kind == "down_proj":
+        parts = [("down_proj", shape[1:])]
+    else:
+        return [(name, shape)]
+    return [(f"{module}.experts.{e}.{part}.weight", sizes) for e in range(shape[0]) for part, sizes in parts]
 
 
 def _random(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.uint16]:

@@ -138,6 +138,7 @@ EXPERTS: Mapping[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+ROUTED: Mapping[str, Any] = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}  # as DeepSeek-V3 names them
 GEMMA4: Mapping[str, Any] = {
     **DENSE,
     "sliding_window": 8,
@@ -298,6 +299,19 @@ MORE_FAMILIES: Mapping[str, Family] = {
             "ssm_state_size": 16,
         },
     ),
+    "cohere2_moe": Family("cohere2_moe", {**EXPERTS, "sliding_window": 8}, rotary="interleaved"),
+    "dots1": Family("dots1", {**ROUTED, "n_shared_experts": 1, "sliding_window": 8}),
+    "exaone_moe": Family("exaone_moe", {**ROUTED, "sliding_window": 8}),
+    "flex_olmo": Family("flex_olmo", EXPERTS),
+    "gemma4-experts": Family("gemma4_text", {**EXPERTS, "enable_moe_block": True, "top_k_experts": 2}, GEMMA4),
+    "glm4_moe_lite": Family("glm4_moe_lite", ROUTED, LATENT),
+    "granitemoeshared": Family("granitemoeshared", {**EXPERTS, "shared_intermediate_size": 32}),
+    "hunyuan_v1_moe": Family("hunyuan_v1_moe", {**EXPERTS, "moe_topk": 2}),
+    "hy_v3": Family("hy_v3", EXPERTS),
+    "mellum": Family("mellum", {**EXPERTS, "sliding_window": 8}),
+    "mimo_v2_flash": Family("mimo_v2_flash", {**ROUTED, "sliding_window": 8}),
+    "minimax_m2": Family("minimax_m2", EXPERTS),
+    "solar_open": Family("solar_open", ROUTED),
     # Refused. Sizes are those of a real model of the family, reduced.
     "afmoe": Family("afmoe", EXPERTS),
     "bloom": Family("bloom", {}, {"hidden_size": 64, "n_layer": LAYERS, "n_head": 4}),

@@ -165,7 +165,7 @@ _ALL = (
     ),
     KernelOperator(
         "ChooseExperts",
-        (Argument("logits"),),  # [M, E]
+        (Argument("logits"), Argument("bias", optional=True)),  # [M, E], [E]
         (Argument("index", ("int64",)), Argument("weight")),  # [M, k]
         "choose_experts",
     ),

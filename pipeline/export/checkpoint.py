@@ -1,7 +1,7 @@
 """Load a checkpoint as a causal language model that computes in float32, with every stored tensor in its place.
 
 Float checkpoints stay in their files (:mod:`pipeline.export.mapped`). Quantized ones and GGUF files are dequantized
-into files, so that no model is held in memory.
+into files, and experts that are stored one by one are stacked into files, so that no model is held in memory.
 
 transformers fills a missing tensor with random numbers, drops a tensor that it does not know, and goes on. Here each is
 an error that names the tensor. What can be refused from ``config.json`` and from the headers of the weights files is
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from pipeline.export import gguf
+from pipeline.export.composed import composed, is_composed
 from pipeline.export.mapped import place_stored, stand_ins
 from pipeline.export.weights import write_weights
 from quantization.dequantize import dequantized, describe
@@ -52,8 +53,8 @@ class LoadedCheckpoint:
 def load_checkpoint(folder: Path, entry: str = "", scratch: Path | None = None) -> LoadedCheckpoint:
     """The model of a checkpoint folder, or of the GGUF file ``entry`` in it.
 
-    ``scratch``: where the weights of a quantized checkpoint or GGUF file are written in float32, one at a time, and
-    mapped from; default: files without a name in the system's temporary folder.
+    ``scratch``: where the weights of a quantized checkpoint or GGUF file are written in float32, and stacked experts as
+    they are stored, one at a time, and mapped from; default: files without a name in the system's temporary folder.
     """
     from transformers.utils import logging
 
@@ -72,17 +73,20 @@ def _load_folder(folder: Path, scratch: Path) -> LoadedCheckpoint:
 
     written = _read_config(folder)
     config = _config(folder)
-    kind = type(_require_decoder(config, written.get("architectures"), str(folder)))
+    skeleton = _require_decoder(config, written.get("architectures"), str(folder))
     stored, weights = stored_tensors(folder), folder
     quantization = written.get("quantization_config") or written.get("compression_config")
+    reads = {name: tensor.read for name, tensor in stored.items()}
     if quantization is None:
         _require_floats(stored)
     else:
-        write_weights(scratch, dequantized(stored, quantization, tied=bool(_text(config).tie_word_embeddings)))
+        reads = dequantized(stored, quantization, tied=bool(_text(config).tie_word_embeddings))
+    if quantization is not None or is_composed(skeleton, reads):
+        write_weights(scratch, composed(skeleton, reads))
         stored, weights = stored_tensors(scratch), scratch
         vars(config).pop("quantization_config", None)
         vars(config).pop("compression_config", None)
-    model = _placed(kind, config, stored, str(folder))
+    model = _placed(type(skeleton), config, stored, str(folder))
     if (folder / GENERATION_CONFIG).is_file():
         read_defaults(folder)  # so that what no request may have is refused here, and not by the server
         model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -19,18 +19,19 @@ BASE_BYTES = 900 << 20  # torch, transformers, the traced graph, and random cach
 CODES = 8  # weights in a 32-bit word of codes, where the configuration does not say
 STACKED = re.compile(r"\.experts\.\d+\.")  # in names of weights that transformers stacks
 HALVES = "_blocks"  # at the end of the name of codes of MXFP4: two a byte, written in bfloat16
+STACKED_COPIES = 2  # of a layer's experts: gates and ups are stacked, and then joined
 WRITTEN = 4  # copies of a tensor while it is dequantized: codes, scales, zero points, and its float32 words
 
 
 def needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
-    """Of an export. Float tensors stay in their files, which the graph shares, as it does those of dequantized ones.
+    """Of an export. Float tensors stay in their files, which the graph shares, as it does those that are written.
 
-    With an adapter, or where experts are stacked, every weight is written once more.
+    With an adapter every weight is written once more.
     """
     model = model_needs(folder, entry, adapter)
     sizes = _sizes(folder, entry)
     if adapter is None:
-        return Needs(model.disk_bytes + sizes.held_bytes, model.memory_bytes)
+        return model
     graph = sizes.stored_bytes + (4 - sizes.least_bytes) * sum(read_adapter(adapter).elements())
     return Needs(model.disk_bytes + graph, model.memory_bytes)
 
@@ -38,30 +39,32 @@ def needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
 def model_needs(folder: Path, entry: str, adapter: Path | None = None) -> Needs:
     """To load a checkpoint's model and compare it with its graph.
 
-    What is dequantized, or changed by an adapter, is written in float32 and mapped, a tensor at a time. The check
-    against transformers holds one segment's weights in float32 on either side, or the largest tensor's.
+    What is dequantized, or changed by an adapter, is written in float32 and mapped, a tensor at a time. Where experts
+    are stored one by one, all weights are written, those of a layer's experts stacked. The check against transformers
+    holds one segment's weights in float32 on either side, or the largest tensor's.
     """
     sizes = _sizes(folder, entry)
     merged = [] if adapter is None else read_adapter(adapter).elements()
-    disk = (sizes.stored_bytes if sizes.written else 0) + 4 * sum(merged)
+    disk = (sizes.stored_bytes if sizes.written or sizes.stacked_bytes else 0) + 4 * sum(merged)
     working = 2 * max(4 * max(sizes.elements, default=0), min(4 * sum(sizes.elements), SEGMENT_BYTES))
     written = WRITTEN * 4 * max([*sizes.written, *merged], default=0)
-    return Needs(disk_bytes=disk, memory_bytes=BASE_BYTES + sizes.held_bytes + max(working, written))
+    stacked = STACKED_COPIES * sizes.stacked_bytes
+    return Needs(disk_bytes=disk, memory_bytes=BASE_BYTES + max(working, written, stacked))
 
 
 @dataclass(frozen=True)
 class _Sizes:
     """``elements`` of each tensor, and of each that is ``written`` in float32. ``stored_bytes``: of all of them, then.
 
-    ``least_bytes``: of an element of a weight. ``held_bytes``: of a model whose experts are stored one by one, which
-    transformers stacks in memory, in float32.
+    ``least_bytes``: of an element of a weight. Experts of a layer that are stored one by one count as one tensor, of
+    ``stacked_bytes`` in the largest layer.
     """
 
     elements: list[int]
     written: list[int]
     stored_bytes: int
     least_bytes: int
-    held_bytes: int = 0
+    stacked_bytes: int = 0
 
 
 def _sizes(folder: Path, entry: str) -> _Sizes:
@@ -80,8 +83,16 @@ def _sizes(folder: Path, entry: str) -> _Sizes:
         for n, tensor in zip(elements, stored, strict=True)
     )
     least = 4 if written else min((ELEMENT_BYTES[kind] for kind in kept), default=4)
-    held = 4 * sum(elements) if any(map(STACKED.search, named)) else 0
-    return _Sizes(elements, written, size, min(least, 4), held)
+    layers: dict[str, int] = {}
+    alone: list[int] = []
+    for n, tensor in zip(elements, stored, strict=True):
+        if found := STACKED.search(tensor.name):
+            layer = tensor.name[: found.start()]
+            layers[layer] = layers.get(layer, 0) + n
+        else:
+            alone.append(n)
+    stacked = max(layers.values(), default=0) * min(least, 4)
+    return _Sizes([*alone, *layers.values()], written, size, min(least, 4), stacked)
 
 
 def _weights_of_a_word(folder: Path) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from pipeline.export.complex_products import WrittenOut
 from pipeline.export.decompose import decomposed_where_needed
 from tapeout.errors import ExportError, one_line
 from tapeout.layer_stream import decoder_layers
@@ -235,7 +236,7 @@ def _see_state(model: Any, tracer: _Tracer) -> None:
 
 def _export_program(model: Any, tracer: _Tracer) -> Any:
     # Without gradients, modules that turn them off leave no mark in the program.
-    with _module_stack(model) as modules, torch.no_grad(), decomposed_where_needed():
+    with _module_stack(model) as modules, torch.no_grad(), decomposed_where_needed(), WrittenOut():
         try:
             _see_state(model, tracer)
             states = tracer.states()

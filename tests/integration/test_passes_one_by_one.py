@@ -74,7 +74,7 @@ IDLE = {
     "gpt2": {"rotary_tables", "merge_linears", "silu", "linear_inputs", "norm_rows", "gated_norms"},
     "gemma2": {"silu", "greedy_head"},
     "phi": {"silu", "linear_inputs", "norm_rows", "gated_norms"},
-    "cohere2": {"rotary_tables", "greedy_head"},
+    "cohere2": {"greedy_head"},
 }
 
 # Of layers that none of these families has.

@@ -693,43 +693,93 @@ static void check_float_linear(const Node* node) {
 
 /* --- routers ----------------------------------------------------------------------------------------------------- */
 
+enum { OVER_ALL, OVER_CHOSEN, SIGMOIDS }; /* what scores are, as ChooseExperts has them */
+
+/* T experts, of which `columns` are chosen; `run` of `groups` are kept, by their `period` best; `squash`: the scores.
+   Sums of weights are at least `limit`, and `epsilon` more; the factor is `scale`. */
 static Node new_choice(void) {
   Node node = {.what = "ChooseExperts", .op = find_op("ChooseExperts")};
   Value* in = node.context.inputs;
-  node.T = random_int(1, 40), node.M = random_int(0, one_in(20) ? 200 : 9), node.columns = random_int(1, node.T);
-  node.packed = one_in(2) /* normalized */, node.window = one_in(2) /* after */;
+  node.groups = one_in(2) ? 1 : random_int(1, 5), node.run = random_int(1, node.groups);
+  const int64_t size = random_int(1, 40 / node.groups);
+  node.T = size * node.groups, node.M = random_int(0, one_in(20) ? 200 : 9), node.period = random_int(1, size);
+  node.columns = random_int(1, size * node.run);
+  node.packed = one_in(2) /* normalized */, node.squash = (int)random_int(OVER_ALL, SIGMOIDS);
+  node.epsilon = one_in(2) ? 0.125f : 0, node.limit = one_in(2) ? 0.75f : 0, node.scale = one_in(2) ? 2.5f : 1;
   new_value(&in[0], FLOAT, 2, (int64_t[]){node.M, node.T});
   fill_floats(&in[0], 3);
-  node.changed[0] = TYPE | PRESENCE | ALIGNMENT;
+  if (one_in(2)) {
+    new_value(&in[1], FLOAT, 1, &node.T);
+    fill_floats(&in[1], 0.2f);
+  }
+  node.changed[0] = TYPE | PRESENCE | ALIGNMENT, node.changed[1] = LAST_AXIS | TYPE | ALIGNMENT;
   if (node.M && one_in(6))
     for (int64_t i = 0; i < node.T; i++) ((float*)in[0].data)[i] = NAN;
-  node.context.input_count = 1;
+  node.context.input_count = 2;
+  add_int(&node.info, "groups", node.groups), add_int(&node.info, "kept", node.run);
+  add_int(&node.info, "best", node.period), add_int(&node.info, "scores", node.squash);
   add_int(&node.info, "chosen", node.columns), add_int(&node.info, "normalized", node.packed);
-  add_int(&node.info, "after", node.window);
+  add_float(&node.info, "added", node.epsilon), add_float(&node.info, "least", node.limit);
+  add_float(&node.info, "factor", node.scale);
   return node;
 }
 
+static double share_of(const Node* node, const float* x, int64_t e) {
+  double all = 0;
+  for (int64_t i = 0; i < node->T; i++) all += exp((double)x[i]);
+  return node->squash == OVER_CHOSEN ? x[e] : node->squash == SIGMOIDS ? 1 / (1 + exp(-(double)x[e])) : exp(x[e]) / all;
+}
+
+/* The sum of the best scores of a group. */
+static double sum_of_group(const Node* node, const double* by, int64_t group) {
+  const int64_t size = node->T / node->groups;
+  double sum = 0;
+  int taken[40] = {0};
+  for (int64_t i = 0; i < node->period; i++) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < size; e++)
+      if (!taken[e] && (best < 0 || by[group * size + e] > by[group * size + best])) best = e;
+    taken[best] = 1, sum += by[group * size + best];
+  }
+  return sum;
+}
+
 static void check_choice(const Node* node) {
-  const int64_t E = node->T, k = node->columns;
+  const int64_t E = node->T, k = node->columns, size = E / node->groups;
+  const Value* in = node->context.inputs;
   for (int64_t row = 0; row < node->M; row++) {
-    const float* x = (float*)node->context.inputs[0].data + row * E;
+    const float* x = (float*)in[0].data + row * E;
     const int64_t* index = (int64_t*)node->context.outputs[0].data + row * k;
     const float* weight = (float*)node->context.outputs[1].data + row * k;
-    double all = 0, of_chosen = 0;
-    for (int64_t e = 0; e < E; e++) all += exp((double)x[e]);
+    double scores[40], by[40], sums[5], largest = 0, total = node->epsilon, of_chosen = 0;
+    for (int64_t e = 0; e < E; e++) {
+      scores[e] = share_of(node, x, e), by[e] = scores[e] + (in[1].present ? ((float*)in[1].data)[e] : 0);
+      largest = fmax(largest, fmax(fabs(scores[e]), fabs(by[e])));
+    }
+    for (int64_t g = 0; g < node->groups; g++) sums[g] = sum_of_group(node, by, g);
+    const double near = 4e-6 * largest, near_group = near * (double)node->period;
     for (int64_t c = 0; c < k; c++) {
       if (index[c] < 0 || index[c] >= E) fail("ChooseExperts: expert %d of %d", (int)index[c], (int)E);
       of_chosen += exp((double)x[index[c]]);
       for (int64_t i = 0; i < c; i++)
         if (index[i] == index[c]) fail("ChooseExperts: an expert twice");
     }
+    for (int64_t c = 0; c < k; c++)
+      total += node->squash == OVER_CHOSEN ? exp((double)x[index[c]]) / of_chosen : scores[index[c]];
+    if (total < node->limit) total = node->limit;
     for (int64_t c = 0; c < k; c++) {
-      /* Logits that differ may have equal shares. */
-      const double wanted = exp((double)x[index[c]]) / (node->packed || node->window ? of_chosen : all);
-      if (isnan(wanted) ? !isnan(weight[c]) : !(fabs(weight[c] - wanted) <= 2e-6 * wanted))
+      const double score = node->squash == OVER_CHOSEN ? exp((double)x[index[c]]) / of_chosen : scores[index[c]];
+      const double wanted = (node->packed ? score / total : score) * node->scale;
+      if (isnan(wanted) ? !isnan(weight[c]) : !(fabs(weight[c] - wanted) <= 4e-6 * wanted))
         fail("ChooseExperts: weight %d of row %d: %g, expected %g", (int)c, (int)row, weight[c], wanted);
-      int larger = 0;
-      for (int64_t e = 0; e < E; e++) larger += x[e] > x[index[c]] + 1e-5f;
+      int larger = 0, better = 0;
+      for (int64_t g = 0; g < node->groups; g++) better += sums[g] > sums[index[c] / size] + near_group;
+      if (better >= node->run) fail("ChooseExperts: %d groups are before that of choice %d", better, (int)c);
+      for (int64_t e = 0; e < E; e++) {
+        int rivals = 0; /* of its group, for a place among those that are kept */
+        for (int64_t g = 0; g < node->groups; g++) rivals += g != e / size && sums[g] > sums[e / size] - near_group;
+        larger += rivals < node->run && by[e] > by[index[c]] + near;
+      }
       if (larger > c) fail("ChooseExperts: %d experts are before choice %d", larger, (int)c);
     }
   }
@@ -1407,14 +1457,15 @@ static void check_attention(Node* node) {
 
 static int64_t malformed_int(const char* name) {
   if (!strcmp(name, "local_window_size")) return PICK(-1, INT64_MIN);
-  if (!strcmp(name, "activation")) return PICK(-1, 3, INT64_MIN, INT64_MAX);
+  if (!strcmp(name, "activation") || !strcmp(name, "scores")) return PICK(-1, 3, INT64_MIN, INT64_MAX);
   return PICK(0, -1, INT64_MIN, INT64_MAX, INT64_C(1) << 40, INT64_C(1) << 31, -32);
 }
 
 /* Of operators that say themselves how theirs are malformed. */
 static int is_own(const char* attribute) {
-  static const char* const NAMES[] = {"gated", "silu",   "squash", "least_step", "most_step",  "channels",
-                                      "run",   "period", "group",  "sigmoid",    "norm_first", "one"};
+  static const char* const NAMES[] = {"gated",  "silu",   "squash", "least_step", "most_step",  "channels",
+                                      "run",    "period", "group",  "sigmoid",    "norm_first", "one",
+                                      "groups", "kept",   "best",   "added",      "least",      "factor"};
   int found = strstr(attribute, "first") != NULL;
   for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++) found |= !strcmp(attribute, NAMES[i]);
   return found;
@@ -1423,7 +1474,7 @@ static int is_own(const char* attribute) {
 static int is_optional(const char* attribute) {
   return !strncmp(attribute, "do_", 3) || !strncmp(attribute, "rotary", 6) || !strcmp(attribute, "epsilon") ||
          !strcmp(attribute, "softcap") || !strcmp(attribute, "local_window_size") || strstr(attribute, "e2m1") ||
-         is_own(attribute);
+         !strcmp(attribute, "query_period") || is_own(attribute);
 }
 
 /* Breaks one thing of a node; says what, or NULL if the thing cannot be broken. */
@@ -1466,9 +1517,7 @@ static const char* malform(Node* node, int64_t thing) {
       attribute->name = "absent";
       return "a missing attribute";
     }
-    if (!strcmp(attribute->name, "gated") || !strcmp(attribute->name, "normalized") ||
-        !strcmp(attribute->name, "after"))
-      return NULL;
+    if (!strcmp(attribute->name, "gated") || !strcmp(attribute->name, "normalized")) return NULL;
     if (strstr(attribute->name, "e2m1")) {
       attribute->i = !attribute->i;
       return "another e2m1";
@@ -1536,6 +1585,16 @@ static const char* malform(Node* node, int64_t thing) {
     node->info.attributes[1 + which].i =
         PICK(x->dims[x->rank - 1] - columns_of(node, which) + 1, -1, INT64_MIN, INT64_MAX);
     return "a malformed first column";
+  }
+  if (!strcmp(node->what, "ChooseExperts")) {
+    Attribute* attributes = node->info.attributes;
+    if (!node->M) return NULL;
+    switch (random_int(0, 3)) {
+      case 0: attributes[0].i = PICK(-1, 0, node->T + 1, INT64_MAX); return "a malformed number of groups";
+      case 1: attributes[1].i = PICK(-1, 0, node->groups + 1, INT64_MAX); return "too many groups that are kept";
+      case 2: attributes[2].i = PICK(-1, 0, node->T / node->groups + 1, INT64_MAX); return "too many best of a group";
+      default: attributes[3].i = PICK(-1, 3, INT64_MIN, INT64_MAX); return "unknown scores";
+    }
   }
   if (!strcmp(node->what, "GatedNorm")) {
     const Value *x = &context->inputs[0], *gate = &context->inputs[1];

@@ -254,7 +254,31 @@ DEFECTS = {
         "choose_experts.c", "taken |= index[i] == e;", "taken |= 0;", "ChooseExperts: an expert twice"
     ),
     "one expert less is chosen among": Defect(
-        "choose_experts.c", "choose(x, E, chosen", "choose(x, E - (E > chosen), chosen", "ChooseExperts: .* experts are"
+        "choose_experts.c",
+        "choose(by, E, chosen",
+        "choose(by, E - (E > chosen), chosen",
+        "ChooseExperts: .* experts are",
+    ),
+    "the bias of a router goes into the weights": Defect(
+        "choose_experts.c", "values[c] = x[index[c]]", "values[c] = by[index[c]]", "ChooseExperts: weight"
+    ),
+    "the worst groups are kept": Defect(
+        "choose_experts.c", "&& !is_kept", "&& is_kept", "ChooseExperts: .* (groups|experts) are before"
+    ),
+    "a group counts by its best score alone": Defect(
+        "choose_experts.c",
+        "i < k->best; i++) sums",
+        "i < 1; i++) sums",
+        "ChooseExperts: .* (groups|experts) are before",
+    ),
+    "the weights of experts are not scaled": Defect(
+        "choose_experts.c", "values[c] * k->factor", "values[c]", "ChooseExperts: weight"
+    ),
+    "the bias of a router is not checked": Defect(
+        "choose_experts.c", "bias.present && !holds(&bias, FLOAT, w.E)", "0", "overflow|accepted"
+    ),
+    "there may be fewer experts in a group than count": Defect(
+        "choose_experts.c", "|| w.E / k->groups < k->best)", ")", "AddressSanitizer|accepted|SEGV"
     ),
     "weights are not normalized": Defect(
         "choose_experts.c", "values[c] /= sum", "values[c] /= sum > 0 ? 1 : sum", "ChooseExperts: weight"

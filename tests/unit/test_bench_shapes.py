@@ -19,6 +19,7 @@ from quantization.plan import CachePlan, PrecisionPlan, Search, UnitPlan
 from tapeout.errors import EvidenceError
 from tapeout.recipe import KVCache
 from tapeout.schemes import CANDIDATE_SCHEMES, Scheme
+from tapeout.tensor_files import stored_tensors
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 300}
 
@@ -45,6 +46,19 @@ def test_a_written_checkpoint_loads_without_a_missing_tensor(name: str, tmp_path
     assert again == count
     for path in (tmp_path / "model").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def test_experts_are_written_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{}")
+    known = SHAPES["qwen3-30b-a3b"]
+    few = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    write(Shape(known.architecture, {**known.config, **SMALL, **few}), tmp_path / "model", tmp_path)
+    names = stored_tensors(tmp_path / "model").keys()
+    experts = {f"{n}.{part}_proj" for n in range(3) for part in ("gate", "up", "down")}
+    assert {f"model.layers.1.mlp.experts.{each}.weight" for each in experts} < names
+    assert not any("gate_up" in name for name in names)
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(report.values())
 
 
 FINE, COARSE = (Scheme(bits=bits, group_size=128, symmetric=True) for bits in (8, 4))

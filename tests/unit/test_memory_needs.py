@@ -107,13 +107,17 @@ def test_memory_follows_from_the_largest_tensor(
     assert BASE_BYTES + 2 * largest <= merged < BASE_BYTES + 4 * largest
 
 
-def test_a_model_whose_experts_are_stacked_is_held_and_written(tmp_path: Path) -> None:
-    model = random_model("olmoe")
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_model_whose_experts_are_stacked_is_written_and_not_held(
+    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.export.needs.SEGMENT_BYTES", 0)
+    model = random_model("olmoe", num_hidden_layers=layers)
     folder = save_checkpoint(model, tmp_path / "checkpoint")
-    size = sum(parameter.nbytes for parameter in model.parameters())
     found = needs(folder, "")
-    assert found.disk_bytes == size and found.memory_bytes > BASE_BYTES + size
-    assert model_needs(folder, "").disk_bytes == 0
+    assert found.disk_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    experts = sum(parameter.nbytes for parameter in model.model.layers[0].mlp.experts.parameters())
+    assert found == model_needs(folder, "") and found.memory_bytes == BASE_BYTES + 2 * experts
 
 
 @pytest.mark.parametrize(("bits", "words"), [(4, 8), (8, 4), (6, 6)])

@@ -17,7 +17,15 @@ from tapeout.fingerprint import cpu_features
 
 # Operators of ONNX Runtime whose work one thread does in a few microseconds, by one code for all processors.
 SMALL = frozenset(
-    {"Concat", "Gather", "Reshape", "Shape", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
+    {
+        "Concat",
+        "Gather",
+        "Reshape",
+        "Shape",
+        "SimplifiedLayerNormalization",
+        "SkipSimplifiedLayerNormalization",
+        "Split",
+    }
 )
 
 

@@ -143,7 +143,7 @@ def test_operators_other_than_attention_are_refused_by_name(family: str, operato
 
 def test_rotary_angles_in_float16_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="rotary angles in the graph") as refused:
-        cuda_bundle("cohere2", tmp_path / "bundle")
+        cuda_bundle("youtu", tmp_path / "bundle")
     assert "ort-cpu" in refused.value.remedy
 
 

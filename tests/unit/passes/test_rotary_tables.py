@@ -88,6 +88,108 @@ def test_sums_that_turn_halves_are_rotary_embeddings() -> None:
         np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
 
 
+def turned_by_halves(
+    x: ir.Value, cos: ir.Value, sin: ir.Value, *, sign: str = "Sub", crossed: bool = False
+) -> ir.Value:
+    """As gpt-oss writes it; angles ``[B, S, 4]``. ``crossed``: the second half is turned as the first one is."""
+    half, heads = ["batch", 2, "tokens", 4], parameter(f"{x.name}.heads", np.array([1]))
+    cos, sin = (op("Unsqueeze", [angle, heads], ["batch", 1, "tokens", 4]) for angle in (cos, sin))
+    first = op("Split", [x], half, outputs=2, axis=-1, num_outputs=2)
+    split = first.producer()
+    assert split is not None
+    second = split.outputs[1]
+    less = op(sign, [op("Mul", [first, cos], half), op("Mul", [second, sin], half)], half)
+    cos, sin = (sin, cos) if crossed else (cos, sin)
+    more = op("Add", [op("Mul", [second, cos], half), op("Mul", [first, sin], half)], half)
+    return op("Concat", [less, more], HEADS, axis=-1)
+
+
+def test_halves_that_are_turned_one_by_one_are_rotary_embeddings() -> None:
+    q, k = value("q", HEADS), value("k", HEADS)
+    positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    angle = angles(positions, parameter("frequencies", FREQUENCIES))
+    cos, sin = (op(name, [angle], angle.shape) for name in ("Cos", "Sin"))
+    outputs = [named("y", turned_by_halves(q, cos, sin)), named("z", turned_by_halves(k, cos, sin))]
+    model = model_of([q, k, positions], outputs)
+    before = run(model, FEEDS)
+    outcome = apply(lowering(model, max_tokens=16), rotary_tables)
+    assert (outcome.matched, outcome.declined) == (2, ())
+    assert operators(model) == ["RotaryEmbedding", "RotaryEmbedding"]
+    after = run(model, FEEDS)
+    for name, wanted in before.items():
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
+
+
+def turned_by_neighbours(x: ir.Value, cos: ir.Value, sin: ir.Value, *, first: int = 0) -> ir.Value:
+    """As Cohere's and ERNIE's models write it; angles ``[B, 1, S, 8]``. ``first``: of the channels that come second."""
+    half, pairs = ["batch", 2, "tokens", 4], ["batch", 2, "tokens", 4, 1]
+    end, axis, step = (
+        parameter(f"{x.name}.{name}", np.array([n])) for name, n in (("end", 2**62), ("at", 3), ("by", 2))
+    )
+    even, odd = (
+        op("Slice", [x, parameter(f"{x.name}.from{begin}", np.array([begin])), end, axis, step], half)
+        for begin in (first, 1 - first)
+    )
+    behind = parameter(f"{x.name}.behind", np.array([-1]))
+    columns = [op("Unsqueeze", [part, behind], pairs) for part in (op("Neg", [odd], half), even)]
+    stack = op("Concat", columns, [*pairs[:-1], 2], axis=-1)
+    crossed = op("Reshape", [stack, parameter(f"{x.name}.flat", np.array([0, 0, 0, 8]))], HEADS)
+    return op("Add", [op("Mul", [x, cos], HEADS), op("Mul", [crossed, sin], HEADS)], HEADS)
+
+
+def repeated(angle: ir.Value, function: str, *, same: bool = True) -> ir.Value:
+    """Each angle twice, or with its negative, and the same for all heads."""
+    column = op("Unsqueeze", [op(function, [angle], angle.shape), parameter(f"{function}.at", np.array([1, -1]))])
+    column.shape = ir.Shape(["batch", 1, "tokens", 4, 1])
+    other = column if same else op("Neg", [column], column.shape)
+    pairs = op("Concat", [column, other], ["batch", 1, "tokens", 4, 2], axis=-1)
+    flat = parameter(f"{function}.flat", np.array([0, 0, 0, 8]))
+    return op("Reshape", [pairs, flat], ["batch", 1, "tokens", 8])
+
+
+def test_neighbours_that_are_turned_are_interleaved_rotary_embeddings() -> None:
+    q, k = value("q", HEADS), value("k", HEADS)
+    positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    angle = angles(positions, parameter("frequencies", FREQUENCIES))
+    cos, sin = (repeated(angle, name) for name in ("Cos", "Sin"))
+    outputs = [named("y", turned_by_neighbours(q, cos, sin)), named("z", turned_by_neighbours(k, cos, sin))]
+    model = model_of([q, k, positions], outputs)
+    before = run(model, FEEDS)
+    outcome = apply(lowering(model, max_tokens=16), rotary_tables)
+    assert (outcome.matched, outcome.declined) == (2, ())
+    assert operators(model) == ["RotaryEmbedding", "RotaryEmbedding"]
+    table = model.graph.initializers["rotary.cos.0"].const_value
+    assert table is not None and table.shape == ir.Shape([16, 4])
+    after = run(model, FEEDS)
+    for name, wanted in before.items():
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_neighbours_that_are_turned_otherwise_stay() -> None:
+    for case in ("the other one is negated", "other angles"):
+        q, positions = value("q", HEADS), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+        angle = angles(positions, parameter("frequencies", FREQUENCIES))
+        cos, sin = repeated(angle, "Cos"), repeated(angle, "Sin", same=case != "other angles")
+        y = turned_by_neighbours(q, cos, sin, first=int(case != "other angles"))
+        model = model_of([q, positions], [named("y", y)])
+        before = operators(model)
+        assert apply(lowering(model, max_tokens=16), rotary_tables).matched == 0, case
+        assert operators(model) == before
+
+
+def test_halves_that_are_turned_otherwise_stay() -> None:
+    for case in ({"sign": "Add"}, {"crossed": True}):
+        q, positions = value("q", HEADS), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+        angle = angles(positions, parameter("frequencies", FREQUENCIES))
+        cos, sin = (op(name, [angle], angle.shape) for name in ("Cos", "Sin"))
+        y = turned_by_halves(q, cos, sin, **case)
+        model = model_of([q, positions], [named("y", y)])
+        before = operators(model)
+        outcome = apply(lowering(model, max_tokens=16), rotary_tables)
+        assert (outcome.matched, outcome.declined) == (0, ("no RotaryEmbedding in the graph",))
+        assert operators(model) == before
+
+
 def test_sums_that_turn_halves_by_other_angles_stay() -> None:
     q, positions = value("q", HEADS), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
     angle = angles(positions, parameter("frequencies", FREQUENCIES))
@@ -97,7 +199,7 @@ def test_sums_that_turn_halves_by_other_angles_stay() -> None:
     outcome = apply(lowering(model, max_tokens=16), rotary_tables)
     assert (outcome.matched, outcome.declined) == (
         0,
-        ("RotaryEmbedding y: its halves are turned by other angles; computed in every step",),
+        ("RotaryEmbedding y: channels of a pair are turned by other angles; computed in every step",),
     )
     assert operators(model) == before
 
