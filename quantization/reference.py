@@ -1,9 +1,9 @@
 """The quantized model in torch: what an engine built from a QuantizedModel must compute, up to float rounding.
 
-Weights are decoded from the checkpoint, keys and values pass through their static int8 or int4 grid on the way into
-attention, as do the inputs of linears that have an input scale. As an option the inputs of the other quantized linears
-are rounded per row and block, as ONNX Runtime's MatMulNBits does it at ``accuracy_level`` 4. An engine that agrees with
-this model was lowered correctly, whatever quantization itself cost.
+Weights are decoded from the checkpoint, keys and values pass through their static int8, int4 or FP8 grid on the way
+into attention, as do the inputs of linears that have an input scale. As an option the inputs of the other quantized
+linears are rounded per row and block, as ONNX Runtime's MatMulNBits does it at ``accuracy_level`` 4. An engine that
+agrees with this model was lowered correctly, whatever quantization itself cost.
 
 Linears and experts beyond ``decoded_bytes()`` are decoded at each call, so that the model need not fit the memory. The
 embedding is held.
@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import Checkpoint, open_checkpoint
-from quantization.kv_cache import largest_code, scale_name
+from quantization.kv_cache import LARGEST, scale_name
 from quantization.needs import decoded_bytes, reference_needs
 from tapeout.errors import QuantizationError
 from tapeout.mapped_model import empty_model, fill
@@ -60,7 +60,7 @@ class QuantizedReference:
         self._experts = experts if int8_activations else {}
         stored = KVScales.read(folder)
         self.kv_scales = {name: torch.from_numpy(scale) for name, scale in stored.scales.items()}
-        self.kv_bits = stored.bits
+        self.kv_dtype = stored.dtype
         self._states: dict[str, list[FloatArray]] = {}
         for module, grid in linears:
             if grid.input_scale is not None or int8_activations:
@@ -139,12 +139,14 @@ class QuantizedReference:
                 expected="scales for keys and values of every layer",
                 remedy="run `dvc repro quantize`",
             ) from None
-        return round_to_grid(kept, scale, self.kv_bits)
+        return round_to_grid(kept, scale, self.kv_dtype)
 
 
-def round_to_grid(values: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Keys or values ``[B, H, S, D]`` to the nearest step of ``scale [H, D]``, ties to even, clamped to ``bits``."""
-    step, largest = scale[:, None, :], largest_code(bits)
+def round_to_grid(values: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """Keys or values ``[B, H, S, D]`` to the nearest code of ``scale [H, D]``, ties to even, clamped to ``dtype``."""
+    step, largest = scale[:, None, :], LARGEST[dtype]
+    if dtype == "fp8":
+        return (values / step).clamp_(-largest, largest).to(torch.float8_e4m3fn).float() * step
     return (values / step).round_().clamp_(-largest - 1, largest) * step
 
 

@@ -268,8 +268,8 @@ class _Plan:
         if s.int8_cache:
             pointers |= {"key_scales": f"{name}.k_scale", "value_scales": f"{name}.v_scale"}
         scale = float(np.float32(s.head_size**-0.5))
-        numbers = {"H": s.heads, "KV": s.kv_heads, "D": s.head_size, "bfloat16": 0, "interleaved": 0, "window": 0,
-                   "scale": scale, "softcap": 0.0, "epsilon": 0.0}  # fmt: skip
+        numbers = {"H": s.heads, "KV": s.kv_heads, "D": s.head_size, "bfloat16": 0, "fp8": 0, "interleaved": 0,
+                   "window": 0, "scale": scale, "softcap": 0.0, "epsilon": 0.0}  # fmt: skip
         self._add("attention", f"{name}.attention", pointers, numbers, writes=("y", "query"))
 
     def _argmax(self) -> None:

@@ -191,6 +191,23 @@ WRONG = {
     "values have the scales of another head": Wrong(
         "attention.cu", "p.value_scales + kv * D + channel", "p.value_scales + channel", attention_reference()
     ),
+    "E5M2 is taken for E4M3": Wrong(
+        "attention.cu", "(pair & 0x80008000) | (pair >> 1 & 0x3f803f80)", "pair & 0xff00ff00",
+        attention_reference(cache="fp8"),
+    ),
+    "a decode lacks the scale of FP8": Wrong(
+        "attention.cu", "(p.fp8 ? (float)Fp8::UNIT : 1) / sum", "1 / sum", attention_reference(cache="fp8")
+    ),
+    "a prompt lacks the scale of FP8": Wrong(
+        "attention.cu", "Cache::UNIT / total.sum", "1 / total.sum", attention_reference(cache="fp8")
+    ),
+    "keys in FP8 are rounded down": Wrong(
+        "attention.cu", "(bits + 0x7ffff + (bits >> 20 & 1))", "bits", attention_reference(cache="fp8")
+    ),
+    "keys in FP8 below the normal ones are zero": Wrong(
+        "attention.cu", "__float2int_rn(magnitude * 512)", "0 * __float2int_rn(magnitude)",
+        attention_reference(cache="fp8"),
+    ),
     "values behind the last key are read": Wrong(
         "attention.cu", "first_key + 2 * pair + 1 <= last", "true", attention_reference(cache="float16")
     ),

@@ -23,12 +23,15 @@ MANY = {f"block_linear_{kind}_{bits}_many": (256, 1) for kind in ("F16", "BF16")
 LINEARS |= {f"block_linear_F16_16_{groups}": (256, 1 if groups == 8 else 2) for groups in (1, 2, 4, 8)}
 MANY["block_linear_F16_16_many"] = (256, 1)
 CODE_LOADS = {"8": 2, "16": 4}  # of 16 bytes, of a chunk of a tile; of others one
-HEADS = {(cache, channels) for cache in ("Int8", "Half") for channels in (64, 128, 256)}
+HEADS = {(cache, channels) for cache in ("Int8", "Fp8", "Half") for channels in (64, 128, 256)}
 PARTS = {f"attention_parts_{cache}_{channels}": (256, 1) for cache, channels in HEADS}
 PROMPTS = {f"attention_prompt_{cache}_{channels}": (128, 2) for cache, channels in HEADS}
 ROWS = {
     **{f"block_gather_{bits}": (128, 4) for bits in (4, 5, 6, 8, 16)},
-    **dict.fromkeys(("rotary_cache_Int8", "rotary_cache_Half", "norm_rows", "gated_rows", "argmax_parts"), (256, 4)),
+    **dict.fromkeys(
+        ("rotary_cache_Int8", "rotary_cache_Fp8", "rotary_cache_Half", "norm_rows", "gated_rows", "argmax_parts"),
+        (256, 4),
+    ),
     "attention_combine": (128, 4),
     "argmax_rows": (32, 16),
 }

@@ -16,7 +16,7 @@ from tapeout.schemes import Scheme
 
 CODE_BITS = (4, 5, 6, 8)
 SMALLEST_BLOCK = SPAN = 32  # input channels: two mma of 16 are summed before they are scaled
-CACHES = ("float16", "int8")
+CACHES = ("float16", "int8", "fp8")
 HEAD_SIZES = (64, 128, 256)
 COMPUTED = frozenset(
     (

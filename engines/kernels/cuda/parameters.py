@@ -38,7 +38,8 @@ class PagedAttention(ctypes.Structure):
         *((name, P) for name in ("qkv", "cosines", "sines", "key_cache", "value_cache", "key_scales", "value_scales")),
         *((name, P) for name in ("offsets", "starts", "table", "query", "part_sums", "part_rows", "y")),
         *((name, P) for name in ("query_norm", "key_norm")),
-        *((name, I32) for name in ("M", "B", "columns", "H", "KV", "D", "bfloat16", "interleaved", "window", "parts")),
+        *((name, I32) for name in ("M", "B", "columns", "H", "KV", "D", "bfloat16", "fp8")),
+        *((name, I32) for name in ("interleaved", "window", "parts")),
         *((name, I32) for name in ("few_tokens", "most_tokens")),
         *((name, F32) for name in ("scale", "softcap", "epsilon")),
     )

@@ -59,6 +59,7 @@ class LaunchPlan(Frozen):
             elif one.kind == "linear":
                 found.add(f"LINEAR_{'BF16' if one.bfloat16 else 'F16'}_{one.numbers['weight.bits']}")
             elif one.kind == "attention":
-                cache = "Int8" if "key_scales" in one.pointers else "Half"
+                codes = "Fp8" if one.numbers["fp8"] else "Int8"
+                cache = codes if "key_scales" in one.pointers else "Half"
                 found |= {f"CACHE_{cache}", f"ATTENTION_{cache}_{one.numbers['D']}"}
         return tuple(sorted(found))

@@ -174,6 +174,7 @@ class _Maker:
             "KV": kv_heads,
             "D": size,
             "bfloat16": 0,
+            "fp8": int(key_cache.dtype == ir.DataType.FLOAT8E4M3FN),
             "interleaved": _int(node, "rotary_interleaved", 0),
             "window": _int(node, "local_window_size", 0),
             "scale": _number(node, "scale", 0.0),

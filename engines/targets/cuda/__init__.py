@@ -40,7 +40,7 @@ class Cuda(GraphTarget):
     name = "cuda"
     capabilities = Capabilities(
         libraries=(),
-        kv_dtypes=("float16", "int8"),
+        kv_dtypes=("float16", "int8", "fp8"),
         compilers=(COMPILER, NVRTC),
         float_type="fp16",
         parity_probe=True,

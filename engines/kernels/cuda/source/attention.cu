@@ -35,7 +35,7 @@ __device__ __forceinline__ float moved(float from, float to) {
 
 /* How a cache holds channels. `words`: of 32 bits, as they lie in memory. */
 struct Int8 {
-  enum { BYTES = 1 };
+  enum { BYTES = 1, UNIT = 1 }; /* UNIT: what one is in half, as operands have it */
   /* Words of four codes plus 128, whose bytes are or'ed into 1,024. */
   static __device__ __forceinline__ uint32_t positive(uint32_t word) { return word ^ 0x80808080; }
   static __device__ __forceinline__ uint32_t centred(uint32_t pair) { return add_f16x2(pair, 0xe480e480); }
@@ -59,8 +59,35 @@ struct Int8 {
   }
 };
 
+/* E4M3. A code's bits in the places of half's are its value by 256, exactly, that of small ones too: half's bias is 15,
+   E4M3's is 7. So scales are multiplied by 256, and codes are never. NaN is not kept, as in int8: it becomes the largest. */
+struct Fp8 {
+  enum { BYTES = 1, UNIT = 256, LARGEST = 448 };
+  /* Of the high byte of each half. */
+  static __device__ __forceinline__ uint32_t widened(uint32_t pair) {
+    return (pair & 0x80008000) | (pair >> 1 & 0x3f803f80);
+  }
+  static __device__ __forceinline__ uint32_t channels(const uint32_t* words, int i) {
+    return widened(__byte_perm(words[i / 2], 0, i % 2 ? 0x3322 : 0x1100));
+  }
+  static __device__ __forceinline__ uint32_t keys(const uint32_t* first, const uint32_t* second, int i) {
+    return widened(__byte_perm(first[i / 4], second[i / 4], 0x4400 + 0x1111 * (i % 4)));
+  }
+  static __device__ __forceinline__ void store_two(void* cache, int64_t at, const float2& x, const float2& scales) {
+    const uint32_t first = code(x.x / scales.x), second = code(x.y / scales.y);
+    reinterpret_cast<uint16_t*>(cache)[at / 2] = (uint16_t)(first | second << 8);
+  }
+  /* The nearest, ties to even. Below 2^-6 codes are steps of 2^-9. */
+  static __device__ __forceinline__ uint32_t code(float x) {
+    const float magnitude = fminf(fabsf(x), (float)LARGEST);
+    const uint32_t bits = __float_as_uint(magnitude), sign = __float_as_uint(x) >> 24 & 128;
+    const uint32_t normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+    return sign | (magnitude < 0.015625f ? (uint32_t)__float2int_rn(magnitude * 512) : normal);
+  }
+};
+
 struct Half {
-  enum { BYTES = 2 };
+  enum { BYTES = 2, UNIT = 1 };
   static __device__ __forceinline__ uint32_t channels(const uint32_t* words, int i) { return words[i]; }
   static __device__ __forceinline__ uint32_t keys(const uint32_t* first, const uint32_t* second, int i) {
     return __byte_perm(first[i / 2], second[i / 2], i % 2 ? 0x7632 : 0x5410);
@@ -159,8 +186,9 @@ __device__ __forceinline__ void rotary_cache(const Attention& p) {
     }
     if (is_query) {
       uint32_t* to = static_cast<uint32_t*>(p.query);
-      to[(at + first) / 2] = f16x2_of(a.x * p.scale * one.x, a.y * p.scale * one.y);
-      to[(at + second) / 2] = f16x2_of(b.x * p.scale * two.x, b.y * p.scale * two.y);
+      const float scale = p.scale * Cache::UNIT;
+      to[(at + first) / 2] = f16x2_of(a.x * scale * one.x, a.y * scale * one.y);
+      to[(at + second) / 2] = f16x2_of(b.x * scale * two.x, b.y * scale * two.y);
     } else {
       void* cache = is_value ? p.value_cache : p.key_cache;
       Cache::store_two(cache, at + first, a, one);
@@ -409,7 +437,7 @@ __device__ __forceinline__ void combine(const Attention& p) {
   float max = -infinity(), sum = 0;
   for (int part = first; part < end; part++) max = fmaxf(max, rows[part].x);
   for (int part = first; part < end; part++) sum = fmaf(rows[part].y, moved(rows[part].x, max), sum);
-  const float inverse = 1 / sum;
+  const float inverse = (p.fp8 ? (float)Fp8::UNIT : 1) / sum;
   for (int channel = threadIdx.x % WARP * 2; channel < p.D; channel += 2 * WARP) {
     float2 y = make_float2(0, 0);
     for (int part = first; part < end; part++) {
@@ -556,7 +584,7 @@ __device__ __forceinline__ void attention_prompt(const Attention& p) {
     const int row = rows.first + g + 8 * half;
     if (row >= rows.count) continue;
     const int64_t to = rows.head(p, row, kv) * D;
-    const float inverse = 1 / total.sum[half];
+    const float inverse = Cache::UNIT / total.sum[half];
 #pragma unroll
     for (int i = 0; i < TILES / 2; i++) {
       const int channel = first_channel + i / 2 * 32 + 8 * t + i % 2 * 4; /* of the mma's column 2 t + i % 2 */
@@ -599,6 +627,18 @@ ATTENTION(Int8, 128)
 #endif
 #if SELECTED(ATTENTION_Int8_256)
 ATTENTION(Int8, 256)
+#endif
+#if SELECTED(CACHE_Fp8)
+ROTARY_CACHE(Fp8)
+#endif
+#if SELECTED(ATTENTION_Fp8_64)
+ATTENTION(Fp8, 64)
+#endif
+#if SELECTED(ATTENTION_Fp8_128)
+ATTENTION(Fp8, 128)
+#endif
+#if SELECTED(ATTENTION_Fp8_256)
+ATTENTION(Fp8, 256)
 #endif
 #if SELECTED(CACHE_Half)
 ROTARY_CACHE(Half)

@@ -65,7 +65,7 @@ int tapeout_cuda_argmax(const Argmax* p, Launch* launches) {
 
 /* Sequences of few new tokens are cut into parts, which are then combined; others are prompts. */
 int tapeout_cuda_attention(const Attention* p, Launch* launches) {
-  const char* cache = p->key_scales ? "Int8" : "Half";
+  const char* cache = !p->key_scales ? "Half" : p->fp8 ? "Fp8" : "Int8";
   const uint32_t group = (uint32_t)(p->H / p->KV), D = (uint32_t)p->D, KV = (uint32_t)p->KV, B = (uint32_t)p->B;
   Launch* launch = launches;
   snprintf(launch->kernel, sizeof launch->kernel, "rotary_cache_%s", cache);

@@ -69,8 +69,8 @@ enum { ARGMAX_PARTS = 32 };
 typedef struct {
   const float* qkv;                        /* [M, (H + 2 KV) D] */
   const float *cosines, *sines;            /* [positions, D / 2]; NULL: no RoPE */
-  void *key_cache, *value_cache;           /* [blocks, KV, 64, D] int8 or half */
-  const float *key_scales, *value_scales;  /* [KV, D] of int8; NULL for half */
+  void *key_cache, *value_cache;           /* [blocks, KV, 64, D] int8, E4M3 or half */
+  const float *key_scales, *value_scales;  /* [KV, D] of codes; NULL for half */
   const int32_t *offsets, *starts, *table; /* [B + 1], [B], [B, columns] */
   void* query;                             /* [M, H, D] half: rotated, times the scales of scores and of keys */
   float* part_sums;                        /* [M, H, parts, D] scratch of sequences that are cut into parts */
@@ -78,6 +78,7 @@ typedef struct {
   void* y;                            /* [M, H D] 16-bit floats */
   const float *query_norm, *key_norm; /* [D] weights of an RMSNorm of each head before RoPE; or NULL */
   int32_t M, B, columns, H, KV, D, bfloat16;
+  int32_t fp8;                 /* codes are E4M3; else int8 */
   int32_t interleaved, window; /* window: last keys that a token sees; 0: all */
   int32_t parts;               /* of ATTENTION_PART keys, of the longest sequence */
   int32_t few_tokens;          /* sequences of up to so many new tokens are cut into parts */
