@@ -82,11 +82,11 @@ class KVScales:
         if not path.is_file():
             return cls({}, "int8")
         with safe_open(path, framework="numpy") as file:
-            said = {name: value for name, value in (file.metadata() or {}).items() if name in ("bits", "type")}
-            dtype = next((dtype for dtype, codes in _CODES.items() if codes == said), None)
+            stated = {name: value for name, value in (file.metadata() or {}).items() if name in ("bits", "type")}
+            dtype = next((dtype for dtype, codes in _CODES.items() if codes == stated), None)
             if dtype is None:
                 raise QuantizationError(
-                    f"{path} has codes of {said.get('bits', 'no')} bits",
+                    f"{path} has codes of {stated.get('bits', 'no')} bits",
                     expected="8 or 4 bits, or 8 of type float, in its metadata",
                     remedy="run `dvc repro quantize`",
                 )

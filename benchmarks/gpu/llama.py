@@ -288,7 +288,8 @@ class _Plan:
     ) -> tuple[dict[str, int | float], dict[str, str]]:
         shift = self._shape.group.bit_length() - 1
         numbers: dict[str, int | float] = {"weight.N": outputs, "weight.K": columns, "weight.bits": bits,
-                                           "weight.group_shift": shift, "weight.half_scales": 1}  # fmt: skip
+                                           "weight.group_shift": shift, "weight.half_scales": 1,
+                                           "weight.e4m3": 0}  # fmt: skip
         return numbers, {"weight.codes": f"{name}.codes", "weight.scales": f"{name}.scales"}
 
     def _value(self, name: str, row_bytes: int, wanted: bool = False) -> str:

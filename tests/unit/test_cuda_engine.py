@@ -30,6 +30,8 @@ from pipeline.stages import hardware
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, ResourceError
+from tapeout.quantized import round_to_nearest
+from tapeout.schemes import Scheme
 from tests.cuda import Launch
 from tests.cuda_bundles import (
     MAX_TOKENS,
@@ -134,10 +136,14 @@ def test_weights_beyond_half_are_refused_by_name(tmp_path: Path) -> None:
     name = next(group for group in graph.record.groups if group.name == "layers.1.down").members[0]
     tensors[name] = np.array(tensors[name])
     tensors[name][3, 4] = 7e4
-    with pytest.raises(BuildError, match=r"layers\.1\.down has weights beyond the range of float16") as caught:
-        build(graph, FixedWeights(tensors), tmp_path / "bundle", target=find_target("cuda:host"), precision="float32",
-              slots=1, kv_scales={}, parents={})  # fmt: skip
-    assert "in the plan" in (caught.value.remedy or "")
+    for precision, remedy in (("float32", "build for ort-cpu"), ("mix", "give it a scheme in plan.schemes")):
+        with pytest.raises(BuildError, match=r"layers\.1\.down has weights beyond the range of float16") as caught:
+            build(graph, FixedWeights(tensors), tmp_path / "bundle", target=find_target("cuda:host"),
+                  precision=precision, slots=1, kv_scales={}, parents={})  # fmt: skip
+        assert (caught.value.remedy or "").startswith(remedy)
+    tensors[name] = round_to_nearest(tensors[name], Scheme(bits=8, group_size=32, symmetric=True))
+    build(graph, FixedWeights(tensors), tmp_path / "bundle", target=find_target("cuda:host"), precision="mix",
+          slots=1, kv_scales={}, parents={})  # fmt: skip
 
 
 def test_a_plan_costs_no_more_quality_than_on_a_cpu(tmp_path: Path) -> None:

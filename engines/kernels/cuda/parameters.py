@@ -9,20 +9,24 @@ P, I32, F32, U64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float, ctypes.c_uin
 
 class Weight(ctypes.Structure):
     _fields_ = (("codes", P), ("scales", P), ("zero_points", P), ("N", I32), ("K", I32), ("bits", I32),
-                ("group_shift", I32), ("half_scales", I32))  # fmt: skip
+                ("group_shift", I32), ("half_scales", I32), ("e4m3", I32))  # fmt: skip
 
 
 class BlockLinear(ctypes.Structure):
-    _fields_ = (("weight", Weight), ("x", P), ("bias", P), ("y", P), ("M", I32))
+    _fields_ = (("weight", Weight), ("x", P), ("x_scales", P), ("bias", P), ("y", P), ("M", I32))
+
+
+class QuantizeRows(ctypes.Structure):
+    _fields_ = (("x", P), ("y", P), ("scales", P), ("M", I32), ("K", I32), ("bfloat16", I32))
 
 
 class Norm(ctypes.Structure):
-    _fields_ = (("a", P), ("b", P), ("weight", P), ("rows", P), ("sum", P), ("y", P), ("count", I32), ("M", I32),
-                ("K", I32), ("bfloat16", I32), ("epsilon", F32))  # fmt: skip
+    _fields_ = (("a", P), ("b", P), ("weight", P), ("rows", P), ("sum", P), ("y", P), ("scales", P),
+                ("count", I32), ("M", I32), ("K", I32), ("bfloat16", I32), ("epsilon", F32))  # fmt: skip
 
 
 class Gated(ctypes.Structure):
-    _fields_ = (("x", P), ("y", P), ("M", I32), ("K", I32), ("bfloat16", I32))
+    _fields_ = (("x", P), ("y", P), ("scales", P), ("M", I32), ("K", I32), ("bfloat16", I32))
 
 
 class BlockGather(ctypes.Structure):
@@ -52,6 +56,7 @@ KINDS: tuple[tuple[str, type[ctypes.Structure]], ...] = (  # in the order of enu
     ("linear", BlockLinear),
     ("attention", PagedAttention),
     ("argmax", Argmax),
+    ("quantize", QuantizeRows),
 )
 ARGMAX_PARTS, ATTENTION_BLOCK, ATTENTION_PART = 32, 64, 512
 

@@ -57,7 +57,8 @@ class LaunchPlan(Frozen):
             if one.kind == "gather":
                 found.add(f"GATHER_{one.numbers['weight.bits']}")
             elif one.kind == "linear":
-                found.add(f"LINEAR_{'BF16' if one.bfloat16 else 'F16'}_{one.numbers['weight.bits']}")
+                kind = "E4M3" if one.numbers["weight.e4m3"] else "BF16" if one.bfloat16 else "F16"
+                found.add(f"LINEAR_{kind}_{one.numbers['weight.bits']}")
             elif one.kind == "attention":
                 codes = "Fp8" if one.numbers["fp8"] else "Int8"
                 cache = codes if "key_scales" in one.pointers else "Half"

@@ -44,6 +44,7 @@ class Cuda(GraphTarget):
         compilers=(COMPILER, NVRTC),
         float_type="fp16",
         parity_probe=True,
+        fp8_activations=True,
         ahead_of_time=True,
         operators=("Attention",),
     )

@@ -62,7 +62,7 @@ struct Int8 {
 /* E4M3. A code's bits in the places of half's are its value by 256, exactly, that of small ones too: half's bias is 15,
    E4M3's is 7. So scales are multiplied by 256, and codes are never. NaN is not kept, as in int8: it becomes the largest. */
 struct Fp8 {
-  enum { BYTES = 1, UNIT = 256, LARGEST = 448 };
+  enum { BYTES = 1, UNIT = 256 };
   /* Of the high byte of each half. */
   static __device__ __forceinline__ uint32_t widened(uint32_t pair) {
     return (pair & 0x80008000) | (pair >> 1 & 0x3f803f80);
@@ -74,15 +74,8 @@ struct Fp8 {
     return widened(__byte_perm(first[i / 4], second[i / 4], 0x4400 + 0x1111 * (i % 4)));
   }
   static __device__ __forceinline__ void store_two(void* cache, int64_t at, const float2& x, const float2& scales) {
-    const uint32_t first = code(x.x / scales.x), second = code(x.y / scales.y);
+    const uint32_t first = e4m3_of(x.x / scales.x), second = e4m3_of(x.y / scales.y);
     reinterpret_cast<uint16_t*>(cache)[at / 2] = (uint16_t)(first | second << 8);
-  }
-  /* The nearest, ties to even. Below 2^-6 codes are steps of 2^-9. */
-  static __device__ __forceinline__ uint32_t code(float x) {
-    const float magnitude = fminf(fabsf(x), (float)LARGEST);
-    const uint32_t bits = __float_as_uint(magnitude), sign = __float_as_uint(x) >> 24 & 128;
-    const uint32_t normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
-    return sign | (magnitude < 0.015625f ? (uint32_t)__float2int_rn(magnitude * 512) : normal);
   }
 };
 

@@ -7,7 +7,7 @@
 /* Why something failed. */
 enum Failure { NO_DRIVER = 1, OLD_DRIVER, NO_GPU, NO_MACHINE_CODE, NO_MEMORY, DRIVER_ERROR, WRONG_PLAN, OVERWRITTEN };
 
-enum Kind { GATHER, NORM, GATED, LINEAR, ATTENTION, ARGMAX };
+enum Kind { GATHER, NORM, GATED, LINEAR, ATTENTION, ARGMAX, QUANTIZE };
 
 /* An operation, which launches one kernel or a few. Pointers of its parameters are offsets in the arena, and 0 is none;
    counts of tokens and inputs of the step are set when it runs. wanted: it has tokens whose results are wanted. */
@@ -20,6 +20,7 @@ typedef struct {
     BlockLinear linear;
     Attention attention;
     Argmax argmax;
+    Quantize quantize;
   };
 } Operation;
 

@@ -8,24 +8,35 @@
 #include <stdint.h>
 #endif
 
-/* A weight [N, K] in groups of codes, packed by packing.py; of 16 bits: in half, without scales. */
+/* A weight [N, K] in groups of codes, packed by packing.py; of 16 bits: in half, without scales. Codes in E4M3 have 8 bits,
+   and a scale for each row: one group. */
 typedef struct {
   const uint8_t* codes;       /* [tiles, chunks, 128 * bits] */
   const void* scales;         /* [tiles, groups, 16] half or float: rows 0, 8, 1, 9, ... of a tile */
   const uint8_t* zero_points; /* the same of bytes; NULL: the middle code */
   int32_t N, K, bits;
   int32_t group_shift; /* 2 to this are the input channels that share a scale: 32 or more, a divisor of K */
-  int32_t half_scales;
+  int32_t half_scales, e4m3;
 } Weight;
 
 /* y = x · weightᵀ + bias */
 typedef struct {
   Weight weight;
-  const void* x;     /* [M, K] 16-bit floats */
-  const float* bias; /* [N] or NULL */
-  float* y;          /* [M, N] */
+  const void* x;         /* [M, K] 16-bit floats, or codes beside a weight in E4M3: those of Quantize */
+  const float* x_scales; /* [M] of codes */
+  const float* bias;     /* [N] or NULL */
+  float* y;              /* [M, N] */
   int32_t M;
 } BlockLinear;
+
+/* 16-bit floats [M, K] as codes in E4M3 with a scale for each token, so that its largest is 448. Of each four channels the
+   second and the third are exchanged: so lie those of a weight. */
+typedef struct {
+  const void* x;
+  uint8_t* y;    /* [M, K] */
+  float* scales; /* [M] */
+  int32_t M, K, bfloat16;
+} Quantize;
 
 /* y = RMSNorm(a + b) * weight, of all tokens or of some */
 typedef struct {
@@ -33,7 +44,8 @@ typedef struct {
   const float* weight;           /* [K] */
   const int64_t* rows;           /* [count] tokens; NULL: all */
   float* sum;                    /* [count, K] a + b; or NULL */
-  void* y;                       /* [count, K] 16-bit floats */
+  void* y;                       /* [count, K] 16-bit floats, or codes as those of Quantize */
+  float* scales;                 /* [count] of codes; NULL: 16-bit floats */
   int32_t count, M, K, bfloat16; /* bfloat16: the type of y; else half */
   float epsilon;
 } Norm;
@@ -41,7 +53,8 @@ typedef struct {
 /* y = silu(first half) * second half */
 typedef struct {
   const float* x; /* [M, 2 K] */
-  void* y;        /* [M, K] 16-bit floats */
+  void* y;        /* [M, K] as of Norm */
+  float* scales;  /* [M] */
   int32_t M, K, bfloat16;
 } Gated;
 
