@@ -22,6 +22,7 @@ from engines.kernels.cuda.packing import chunks_of, tiles_of
 from engines.kernels.cuda.parameters import ARGMAX_PARTS
 from engines.kernels.cuda.plan import (
     CONSTANTS_FILE,
+    ENDED,
     PLAN_FILE,
     WEIGHTS_FILE,
     LaunchPlan,
@@ -261,6 +262,7 @@ class _Plan:
             "query": self._value(f"{name}.query", 2 * inner),
             "part_sums": "attention.sums",
             "part_rows": "attention.rows",
+            "ended": ENDED,
             "y": self._value(f"{name}.attention", 2 * inner),
             "cosines": "cosines",
             "sines": "sines",

@@ -200,6 +200,17 @@ WRONG = {
         "attention.cu", "i < p.D; i += WARP) squares", "i < p.D / 2; i += WARP) squares",
         attention_reference(norms=True),
     ),
+    "a decode lacks the barrier after its queries and new entries": Wrong(
+        "attention.cu", "rows_here = here;\n  __syncthreads();", "rows_here = here;",
+        attention_reference(),
+    ),
+    "the first block of a row adds the parts": Wrong(
+        "attention.cu", "memory.before + 1 < memory.parts", "memory.before > 0", attention_reference()
+    ),
+    "blocks that have ended stay counted": Wrong("attention.cu", "*ended = 0;", "*ended += 0;", attention_reference()),
+    "a new key is written where its prompt began": Wrong(
+        "attention.cu", "first_new + entry / 2", "rows.start", attention_cuts
+    ),
     "values have the scales of another head": Wrong(
         "attention.cu", "p.value_scales + kv * D + channel", "p.value_scales + channel", attention_reference()
     ),

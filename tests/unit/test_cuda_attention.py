@@ -80,14 +80,16 @@ class Pool:
         sums = self.device.empty((tokens, h.H, parts, h.D), np.float32)
         rows = self.device.empty((tokens, h.H, parts, 2), np.float32)
         y = self.device.empty((tokens, h.H, h.D), np.uint16)
+        self.ended = put(np.zeros((tokens, h.H), np.uint32))
         tables = [put(x) if h.rotary else None for x in (self.cosines, self.sines)]
         held = [put(packed), *tables, self.keys, self.values, self.key_scales, self.value_scales, put(offsets)]
-        held += [put(np.array(starts, np.int32)), put(self.tables), self.query, sums, rows, y]
+        held += [put(np.array(starts, np.int32)), put(self.tables), self.query, sums, rows, self.ended, y]
         held += [None if one is None else put(one) for one in (self.query_norm, self.key_norm)]
         sizes = (tokens, len(counts), self.tables.shape[1], h.H, h.KV, h.D, TYPES.index(h.kind), h.cache == "fp8")
         limits = (h.interleaved, h.window, parts, few_tokens, max(counts))
         self.device.launch("attention", PagedAttention(*map(at, held), *sizes, *limits, h.scale, h.softcap, EPSILON))
         assert (y[sum(counts) :] == 0xFFFF).all()  # padding is not written
+        assert not self.ended.any()  # as the next launch wants it
         return [y[start:end].copy() for start, end in pairwise(offsets)]
 
     def held(self, sequence: int, length: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

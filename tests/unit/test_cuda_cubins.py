@@ -38,7 +38,6 @@ ROWS = {
         (256, 4),
     ),
     **dict.fromkeys(("quantize_rows", "gated_codes"), (256, 4)),
-    "attention_combine": (128, 4),
     "argmax_rows": (32, 16),
 }
 LIMITS = LINEARS | MANY | FP8 | FP8_MANY | PARTS | PROMPTS | ROWS
@@ -147,7 +146,6 @@ def test_a_bundle_gets_the_kernels_that_it_selects(tmp_path: Path, monkeypatch: 
     always = {
         "argmax_parts",
         "argmax_rows",
-        "attention_combine",
         "gated_codes",
         "gated_rows",
         "norm_rows",

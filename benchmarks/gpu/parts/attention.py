@@ -47,6 +47,7 @@ class Attention:
             torch.empty(batch, inner, dtype=torch.float16, device=device),
             torch.empty(batch * s.heads * parts * s.head_size, device=device),
             torch.empty(batch * s.heads * parts * 2, device=device),
+            torch.zeros(batch * s.heads, dtype=torch.int32, device=device),
             self.y,
             None,
             None,

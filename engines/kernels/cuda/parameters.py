@@ -40,7 +40,7 @@ class Argmax(ctypes.Structure):
 class PagedAttention(ctypes.Structure):
     _fields_ = (
         *((name, P) for name in ("qkv", "cosines", "sines", "key_cache", "value_cache", "key_scales", "value_scales")),
-        *((name, P) for name in ("offsets", "starts", "table", "query", "part_sums", "part_rows", "y")),
+        *((name, P) for name in ("offsets", "starts", "table", "query", "part_sums", "part_rows", "ended", "y")),
         *((name, P) for name in ("query_norm", "key_norm")),
         *((name, I32) for name in ("M", "B", "columns", "H", "KV", "D", "bfloat16", "fp8")),
         *((name, I32) for name in ("interleaved", "window", "parts")),
@@ -86,7 +86,7 @@ class Settings(ctypes.Structure):
         *(("driver", ctypes.c_char_p), ("machine_code", P)),
         *((name, P) for name in ("operations", "pieces", "uploads", "cache", "buckets")),
         *((name, U64) for name in ("arena_bytes", "inputs", "inputs_bytes", "tokens", "logits", "result_bytes")),
-        *((name, U64) for name in ("activations", "activations_end")),
+        *((name, U64) for name in ("activations", "activations_end", "zeros", "zeros_bytes")),
         *((name, I32) for name in ("operation_count", "piece_count", "upload_count", "cache_count", "bucket_count")),
         *((name, I32) for name in ("columns", "vocabulary")),
     )

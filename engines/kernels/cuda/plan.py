@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tapeout.artifact import Frozen
 
+ENDED = "attention.ended"  # counts of blocks, which are zeros between launches
 PLAN_FILE, CONSTANTS_FILE, WEIGHTS_FILE = "plan.json", "constants.bin", "weights.bin"
 
 

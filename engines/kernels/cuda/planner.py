@@ -13,12 +13,19 @@ import onnx_ir as ir
 
 from engines.bundle import NEXT_TOKENS
 from engines.kernels.cuda.parameters import ARGMAX_PARTS
-from engines.kernels.cuda.plan import CONSTANTS_FILE, WEIGHTS_FILE, LaunchPlan, PlacedTensor, PlanOperation, PlanValue
+from engines.kernels.cuda.plan import (
+    CONSTANTS_FILE,
+    ENDED,
+    WEIGHTS_FILE,
+    LaunchPlan,
+    PlacedTensor,
+    PlanOperation,
+    PlanValue,
+)
 from engines.kernels.operators import DOMAIN
 from tapeout.errors import BuildError
 
 ALIGNMENT = 256  # of constants in their file
-WRITTEN = ("y", "scales")  # fields of what makes the activations of a linear
 
 
 def make_plan(model: ir.Model) -> LaunchPlan:
@@ -105,7 +112,9 @@ class _Maker:
         x, *weight = node.inputs
         columns = _int(node, "K")
         y, scales = self._activations(node, "gated", columns)
-        self._add("gated", node, {"x": self._read(x), "y": y} | scales, {"K": columns, "bfloat16": 0}, writes=WRITTEN)
+        self._add(
+            "gated", node, {"x": self._read(x), "y": y} | scales, {"K": columns, "bfloat16": 0}, writes=("y", *scales)
+        )
         self._linear(node, y, weight, node.outputs[0])
 
     def _norm_rows(self, node: ir.Node) -> None:
@@ -163,6 +172,7 @@ class _Maker:
             "query": self._scratch(node, "query", False, 2 * heads * size),
             "part_sums": "attention.sums",
             "part_rows": "attention.rows",
+            "ended": ENDED,
             "y": self._value(node.outputs[0], False, heads * size, 2),
         }
         names = ("cosines", "sines", "key_scales", "value_scales", "query_norm", "key_norm")
@@ -222,7 +232,7 @@ class _Maker:
             pointers["sum"] = self._value(total, False, columns, 4)
         epsilon = _number(node, "epsilon", 1e-5)
         numbers = {"K": columns, "bfloat16": 0, "epsilon": epsilon}
-        self._add("norm", node, pointers, numbers, writes=(*WRITTEN, "sum"), wanted=wanted)
+        self._add("norm", node, pointers, numbers, writes=("y", "sum", *(scales or {})), wanted=wanted)
 
     def _linear(
         self, node: ir.Node, x: str, weight: Sequence[ir.Value | None], y: ir.Value, *, wanted: bool = False
@@ -238,7 +248,7 @@ class _Maker:
                 node,
                 {"x": x, "y": fed} | made,
                 {"K": columns, "bfloat16": 0},
-                writes=WRITTEN,
+                writes=("y", *made),
                 wanted=wanted,
             )
             x = fed

@@ -142,6 +142,7 @@ static int take_memory(Engine* e) {
     if (piece->offset >= s->activations && piece->offset < s->activations_end)
       CALL(cuMemsetD8Async, e->arena + piece->offset, 0xff, piece->bytes, e->stream);
   }
+  CALL(cuMemsetD8Async, e->arena + s->zeros, 0, s->zeros_bytes, e->stream);
   for (int i = 0; i < s->upload_count; i++)
     CALL(cuMemcpyHtoDAsync_v2, e->arena + s->uploads[i].offset, s->uploads[i].from, s->uploads[i].bytes, e->stream);
   CALL(cuStreamSynchronize, e->stream);
@@ -184,7 +185,7 @@ static void place(Engine* e, Operation* o) {
       Attention& a = o->attention;
       place(e, a.qkv), place(e, a.cosines), place(e, a.sines), place(e, a.key_cache), place(e, a.value_cache);
       place(e, a.key_scales), place(e, a.value_scales), place(e, a.query), place(e, a.part_sums);
-      place(e, a.part_rows), place(e, a.y), place(e, a.query_norm), place(e, a.key_norm);
+      place(e, a.part_rows), place(e, a.ended), place(e, a.y), place(e, a.query_norm), place(e, a.key_norm);
       break;
     }
     case ARGMAX:

@@ -55,6 +55,7 @@ typedef struct {
   uint64_t tokens, logits;               /* where its results lie: chosen tokens, and logits */
   uint64_t result_bytes;                 /* of a step, at most */
   uint64_t activations, activations_end; /* pieces from here to there start as NaNs */
+  uint64_t zeros, zeros_bytes;           /* but for these */
   int32_t operation_count, piece_count, upload_count, cache_count, bucket_count;
   int32_t columns;    /* of a block table */
   int32_t vocabulary; /* logits of a token */

@@ -89,6 +89,17 @@ inline uint32_t load_once(const uint32_t* from) {
   return *from;
 }
 
+/* Blocks run one after the other. */
+inline float2 load_of_others(const float2* from) {
+  return *from;
+}
+inline uint32_t atomicAdd(uint32_t* to, uint32_t x) {
+  const uint32_t before = *to;
+  *to += x;
+  return before;
+}
+inline void __threadfence() {}
+
 inline float exp2_approx(float x) {
   return exp2f(x);
 }

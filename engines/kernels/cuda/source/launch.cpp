@@ -75,22 +75,20 @@ int tapeout_cuda_argmax(const Argmax* p, Launch* launches) {
   return 2;
 }
 
-/* Sequences of few new tokens are cut into parts, which are then combined; others are prompts. */
+/* Sequences of few new tokens are cut into parts; others are prompts. */
 int tapeout_cuda_attention(const Attention* p, Launch* launches) {
   const char* cache = !p->key_scales ? "Half" : p->fp8 ? "Fp8" : "Int8";
   const uint32_t group = (uint32_t)(p->H / p->KV), D = (uint32_t)p->D, KV = (uint32_t)p->KV, B = (uint32_t)p->B;
   Launch* launch = launches;
-  snprintf(launch->kernel, sizeof launch->kernel, "rotary_cache_%s", cache);
-  set(launch++, p, (uint32_t)p->M, parts(p->H + 2 * p->KV, 8), 1, 256, 0);
   if (p->few_tokens > 0) {
     const uint32_t rows = least((uint32_t)p->few_tokens, (uint32_t)p->most_tokens) * group;
     snprintf(launch->kernel, sizeof launch->kernel, "attention_parts_%s_%u", cache, D);
     set(launch++, p, (uint32_t)p->parts * parts(rows, 16), KV, B, 256,
-        4 * 8 * WARP_BYTES + 2 * 8 * 16 * 4 + 16 * D * 4);
-    snprintf(launch->kernel, sizeof launch->kernel, "attention_combine");
-    set(launch++, p, parts((int64_t)p->M * p->H, 4), 1, 1, 128, 0);
+        4 * 8 * WARP_BYTES + 2 * 8 * 16 * 4 + 16 * D * 4 + 16);
   }
   if (p->most_tokens > p->few_tokens) {
+    snprintf(launch->kernel, sizeof launch->kernel, "rotary_cache_%s", cache);
+    set(launch++, p, (uint32_t)p->M, parts(p->H + 2 * p->KV, 8), 1, 256, 0);
     const uint32_t split = D > 128 ? 2 : 1;
     snprintf(launch->kernel, sizeof launch->kernel, "attention_prompt_%s_%u", cache, D);
     set(launch++, p, parts((int64_t)p->most_tokens * group, 64 / split), KV, B, 128,

@@ -88,6 +88,7 @@ typedef struct {
   void* query;                             /* [M, H, D] half: rotated, times the scales of scores and of keys */
   float* part_sums;                        /* [M, H, parts, D] scratch of sequences that are cut into parts */
   float* part_rows;                   /* [M, H, parts, 2]: the largest score in powers of two, and the sum of weights */
+  uint32_t* ended;                    /* [M, H] blocks of rows that have ended: zeros, before a launch and after it */
   void* y;                            /* [M, H D] 16-bit floats */
   const float *query_norm, *key_norm; /* [D] weights of an RMSNorm of each head before RoPE; or NULL */
   int32_t M, B, columns, H, KV, D, bfloat16;

@@ -44,6 +44,13 @@ __device__ __forceinline__ uint32_t load_once(const uint32_t* from) {
   return x;
 }
 
+/* What other blocks of the launch wrote: from the second-level cache, which they share. */
+__device__ __forceinline__ float2 load_of_others(const float2* from) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
+  return x;
+}
+
 /* 2^x, to about two units in the last place. */
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
