@@ -204,8 +204,8 @@ WRONG = {
         "attention.cu", "rows_here = here;\n  __syncthreads();", "rows_here = here;",
         attention_reference(),
     ),
-    "the first block of a row adds the parts": Wrong(
-        "attention.cu", "memory.before + 1 < memory.parts", "memory.before > 0", attention_reference()
+    "the block that ends last does not add the parts": Wrong(
+        "attention.cu", "memory.parts = (uint32_t)parts,", "memory.parts = (uint32_t)parts + 1,", attention_reference()
     ),
     "blocks that have ended stay counted": Wrong("attention.cu", "*ended = 0;", "*ended += 0;", attention_reference()),
     "a new key is written where its prompt began": Wrong(
