@@ -27,7 +27,7 @@ def encoded(values: FloatArray) -> CodeArray:
     codes = np.minimum(((bits + np.uint32(0x7FFFF) + (bits >> 20 & 1)) >> 20) - np.uint32(_EXPONENTS), NAN)
     small = magnitude < SMALLEST_NORMAL
     codes[small] = np.rint(magnitude[small] * 512)
-    return codes.astype(np.uint8) | np.signbit(values).astype(np.uint8) << 7
+    return codes.astype(np.uint8) | np.signbit(values).astype(np.uint8) * np.uint8(SIGN)
 
 
 def decoded(codes: AnyArray) -> FloatArray:
