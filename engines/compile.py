@@ -39,6 +39,7 @@ CACHE_TYPES = {  # by the dtype of a state's tensor
     "bfloat16": ir.DataType.BFLOAT16,
     "int8": ir.DataType.INT8,
     "int4": ir.DataType.UINT8,
+    "fp8": ir.DataType.FLOAT8E4M3FN,
 }
 BASE_BYTES = 300 << 20  # of memory while weights are written: libraries
 # Memory for the largest tensor, in multiples of its stored size:
@@ -56,7 +57,7 @@ def build(
     precision: str,
     slots: int,
     kv_scales: Mapping[str, NDArray[np.float32]],
-    kv_bits: int = 8,
+    kv_dtype: str = "int8",
     activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
     parents: Parents,
@@ -64,16 +65,22 @@ def build(
 ) -> Artifact[RecordT]:
     """Lower the graph and write it as the target's artifact: a bundle that runs, or what its compiler is given.
 
-    ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache. ``kv_bits``: of the codes
-    that the scales are for. ``activation_max``: largest calibrated ``|x|`` per linear group; it and ``qdq`` are for
-    precisions that need them. :class:`BuildError` if the target cannot hold such a cache, or no linear can take the
-    precision.
+    ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache. ``kv_dtype``: of the
+    codes that the scales are for. ``activation_max``: largest calibrated ``|x|`` per linear group; it and ``qdq`` are
+    for precisions that need them. :class:`BuildError` if the target cannot hold such a cache, or no linear can take
+    the precision.
     """
     lowering = lowering_for(
-        target, graph, weights, precision, kv_scales=kv_scales, kv_bits=kv_bits, activation_max=activation_max, qdq=qdq
+        target,
+        graph,
+        weights,
+        precision,
+        kv_scales=kv_scales,
+        kv_dtype=kv_dtype,
+        activation_max=activation_max,
+        qdq=qdq,
     )
-    kv_dtype = f"int{kv_bits}" if kv_scales else FLOAT_KV_DTYPES[lowering.float_type]
-    state = graph_state(lowering.model.graph, kv_dtype)
+    state = graph_state(lowering.model.graph, kv_dtype if kv_scales else FLOAT_KV_DTYPES[lowering.float_type])
     reports = lower(lowering, target.passes().every, progress)
     _require_state(lowering.model, state, target.name)
     _require_precision(reports, precision)
@@ -93,7 +100,7 @@ def lowering_for(
     precision: str,
     *,
     kv_scales: Mapping[str, NDArray[np.float32]],
-    kv_bits: int = 8,
+    kv_dtype: str = "int8",
     activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
 ) -> Lowering:
@@ -111,7 +118,7 @@ def lowering_for(
         graph.record.max_positions,
         target.kernels,
         dict(kv_scales),
-        kv_bits,
+        kv_dtype,
         float_type=target.capabilities.precision(precision).float_type,
         precision=precision,
         activation_max=dict(activation_max or {}),

@@ -68,6 +68,7 @@ class Capabilities:
     precisions: Mapping[str, Precision] = field(default_factory=dict[str, Precision])  # empty: the plan decides
     parity_probe: bool = False  # ``probe`` is implemented
     int8_activations: bool = False  # linears and experts over blocks of codes round inputs to int8, by row and block
+    fp8_activations: bool = False  # linears over E4M3 round inputs to E4M3, by token
     timed: bool = False  # ``timer`` is implemented, so a plan can be chosen for this target
     operators: tuple[str, ...] | None = None  # of tapeout/operators; None: all, as the runtime computes their bodies
     ahead_of_time: bool = False  # a bundle for all levels is built on any machine

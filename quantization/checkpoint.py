@@ -2,7 +2,7 @@
 
 The folder is a Hugging Face checkpoint (``config.json`` with its ``quantization_config``, ``model.safetensors`` or
 shards with an index, tokenizer files) that transformers loads by itself, unless experts of a mixture are quantized.
-When the KV cache is int8 or int4 there is ``kv_scales.safetensors``, too: float32 ``layers.N.k_scale`` and
+When the KV cache is int8, int4 or fp8 there is ``kv_scales.safetensors``, too: float32 ``layers.N.k_scale`` and
 ``layers.N.v_scale``, ``[kv heads, head size]``, and in the metadata the ``bits`` of their codes.
 """
 
@@ -49,8 +49,16 @@ class LinearReport(Frozen):
     error: float
 
 
+# What the metadata of their scales say of codes, in the words of ``kv_cache_scheme``; integers are the default there.
+_CODES: Mapping[str, dict[str, str]] = {
+    "int8": {"bits": "8"},
+    "int4": {"bits": "4"},
+    "fp8": {"bits": "8", "type": "float"},
+}
+
+
 class KVScheme(Frozen):
-    dtype: Literal["float32", "int8", "int4"]
+    dtype: Literal["float32", "int8", "int4", "fp8"]
     granularity: Literal["per_tensor", "per_channel"]
 
 
@@ -58,30 +66,31 @@ class KVScheme(Frozen):
 class KVScales:
     """Static scales of keys and values: ``layers.N.k_scale|v_scale`` ``[kv heads, head size]``; none for a float cache.
 
-    ``bits`` of the codes are 8 or 4, and mean nothing without scales.
+    ``dtype`` of the codes means nothing without scales.
     """
 
     scales: Mapping[str, FloatArray]
-    bits: int
+    dtype: str
 
     def write(self, folder: Path) -> None:
-        write_tensors(folder / KV_SCALES, self.scales, {"bits": str(self.bits)})
+        write_tensors(folder / KV_SCALES, self.scales, _CODES[self.dtype])
 
     @classmethod
     def read(cls, folder: Path) -> KVScales:
-        """What ``write`` left in a checkpoint's folder. :class:`QuantizationError` if it does not say its bits."""
+        """What ``write`` left in a checkpoint's folder. :class:`QuantizationError` if it does not say of what codes."""
         path = folder / KV_SCALES
         if not path.is_file():
-            return cls({}, 8)
+            return cls({}, "int8")
         with safe_open(path, framework="numpy") as file:
-            bits = (file.metadata() or {}).get("bits")
-            if bits not in ("8", "4"):
+            stated = {name: value for name, value in (file.metadata() or {}).items() if name in ("bits", "type")}
+            dtype = next((dtype for dtype, codes in _CODES.items() if codes == stated), None)
+            if dtype is None:
                 raise QuantizationError(
-                    f"{path} has codes of {bits or 'no'} bits",
-                    expected="8 or 4 in its metadata",
+                    f"{path} has codes of {stated.get('bits', 'no')} bits",
+                    expected="8 or 4 bits, or 8 of type float, in its metadata",
                     remedy="run `dvc repro quantize`",
                 )
-            return cls({name: file.get_tensor(name) for name in file.keys()}, int(bits))  # noqa: SIM118
+            return cls({name: file.get_tensor(name) for name in file.keys()}, dtype)  # noqa: SIM118
 
 
 class QuantizedModel(Record):

@@ -72,7 +72,7 @@ def quantize(
         reports, cache = job.write(writer)
         writer.finish()
         if cache:
-            KVScales(cache, BITS[kv_cache.dtype]).write(draft.folder)
+            KVScales(cache, kv_cache.dtype).write(draft.folder)
         _copy_companions(graph.folder, draft.folder)
         _write_config(graph, stored, kv_cache, draft.folder)
 
@@ -128,8 +128,12 @@ def _write_config(graph: Artifact[PortableGraph], stored: Schemes, kv_cache: KVC
     ignored = [name for name, scheme in (linears | embeddings).items() if scheme == FLOAT]
     kv_cache_scheme = None
     if kv_cache.dtype in BITS and kv_cache.granularity == "per_tensor":
-        bits = BITS[kv_cache.dtype]
-        kv_cache_scheme = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+        kind = "float" if kv_cache.dtype == "fp8" else "int"
+        kv_cache_scheme = {"num_bits": BITS[kv_cache.dtype], "type": kind} | {
+            "symmetric": True,
+            "strategy": "tensor",
+            "dynamic": False,
+        }
     config["quantization_config"] = {
         **quantization_config(quantized_ones(linears), quantized_ones(embeddings), ignored),
         "kv_cache_scheme": kv_cache_scheme,

@@ -128,13 +128,12 @@ class QuickRounding:
         """How keys and values are rounded; None for a cache in float."""
         if settings.dtype not in BITS:
             return None
-        bits = BITS[settings.dtype]
         layers = self._graph.record.cached_layers
         found = [kv_scales(layer, self._calibration, settings) for layer in layers]
         scales = {name: torch.from_numpy(scale) for part in found for name, scale in part.items()}
 
         def rounded(layer: int, part: str, kept: Tensor) -> Tensor:
-            return round_to_grid(kept, scales[scale_name(layer, part)], bits)
+            return round_to_grid(kept, scales[scale_name(layer, part)], settings.dtype)
 
         return rounded
 

@@ -1,9 +1,9 @@
 """The quantized model in torch: what an engine built from a QuantizedModel must compute, up to float rounding.
 
-Weights are decoded from the checkpoint, keys and values pass through their static int8 or int4 grid on the way into
-attention, as do the inputs of linears that have an input scale. As an option the inputs of the other quantized linears
-are rounded per row and block, as ONNX Runtime's MatMulNBits does it at ``accuracy_level`` 4. An engine that agrees with
-this model was lowered correctly, whatever quantization itself cost.
+Weights are decoded from the checkpoint, keys and values pass through their static int8, int4 or FP8 grid on the way
+into attention, as do the inputs of linears that have an input scale. As an option the inputs of the other quantized
+linears are rounded per row and block, as ONNX Runtime's MatMulNBits does it at ``accuracy_level`` 4. An engine that
+agrees with this model was lowered correctly, whatever quantization itself cost.
 
 Linears and experts beyond ``decoded_bytes()`` are decoded at each call, so that the model need not fit the memory. The
 embedding is held.
@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import Checkpoint, open_checkpoint
-from quantization.kv_cache import largest_code, scale_name
+from quantization.kv_cache import LARGEST, scale_name
 from quantization.needs import decoded_bytes, reference_needs
 from tapeout.errors import QuantizationError
 from tapeout.mapped_model import empty_model, fill
@@ -39,7 +39,7 @@ from tapeout.mapped_weights import weight_at_call
 from tapeout.operators import state_changed, state_left
 from tapeout.operators.experts import DOWN_INPUT, UP_INPUT
 from tapeout.operators.experts.in_torch import calls_interface, experts_changed
-from tapeout.quantized import QuantizedWeight
+from tapeout.quantized import QuantizedWeight, is_e4m3
 from tapeout.resources import require
 
 FloatArray = NDArray[np.float32]
@@ -52,18 +52,19 @@ class QuantizedReference:
     ``folder`` is what the quantize stage wrote; keys and values stay in float where it has no ``kv_scales``.
     ``int8_activations`` rounds the inputs of quantized experts, and of every quantized linear without an input scale,
     per row and per group of their weights. Linears with an input scale always round to their static grid: that is part
-    of the checkpoint, not of a kernel.
+    of the checkpoint, not of a kernel. ``fp8_activations`` rounds the inputs of linears in FP8 to E4M3, per token; such
+    inputs are never rounded to int8.
     """
 
-    def __init__(self, folder: Path, *, int8_activations: bool = False) -> None:
+    def __init__(self, folder: Path, *, int8_activations: bool = False, fp8_activations: bool = False) -> None:
         self.model, linears, experts = _load(folder)
-        self._experts = experts if int8_activations else {}
+        self._experts = {at: grid for at, grid in experts.items() if int8_activations and not grid.e4m3}
         stored = KVScales.read(folder)
         self.kv_scales = {name: torch.from_numpy(scale) for name, scale in stored.scales.items()}
-        self.kv_bits = stored.bits
+        self.kv_dtype = stored.dtype
         self._states: dict[str, list[FloatArray]] = {}
         for module, grid in linears:
-            if grid.input_scale is not None or int8_activations:
+            if grid.input_scale is not None or (fp8_activations if grid.e4m3 else int8_activations):
                 module.register_forward_pre_hook(input_hook(grid))
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
@@ -139,12 +140,14 @@ class QuantizedReference:
                 expected="scales for keys and values of every layer",
                 remedy="run `dvc repro quantize`",
             ) from None
-        return round_to_grid(kept, scale, self.kv_bits)
+        return round_to_grid(kept, scale, self.kv_dtype)
 
 
-def round_to_grid(values: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Keys or values ``[B, H, S, D]`` to the nearest step of ``scale [H, D]``, ties to even, clamped to ``bits``."""
-    step, largest = scale[:, None, :], largest_code(bits)
+def round_to_grid(values: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """Keys or values ``[B, H, S, D]`` to the nearest code of ``scale [H, D]``, ties to even, clamped to ``dtype``."""
+    step, largest = scale[:, None, :], LARGEST[dtype]
+    if dtype == "fp8":
+        return (values / step).clamp_(-largest, largest).to(torch.float8_e4m3fn).float() * step
     return (values / step).round_().clamp_(-largest - 1, largest) * step
 
 
@@ -165,20 +168,31 @@ def round_static(inputs: Tensor, step: float) -> Tensor:
     return (inputs / step).round_().clamp_(-128, 127) * step
 
 
+def round_by_token(inputs: Tensor) -> Tensor:
+    """``[..., K]`` to the nearest E4M3 times the scale of its row, under which the largest number is 448."""
+    largest = inputs.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, LARGEST["fp8"] / largest, 0.0)
+    scaled = (inputs * inverse).clamp_(-LARGEST["fp8"], LARGEST["fp8"])
+    return scaled.to(torch.float8_e4m3fn).float() * (largest / LARGEST["fp8"])
+
+
 @dataclass(frozen=True)
 class InputGrid:
     """How a kernel rounds the inputs of a linear, by what the checkpoint holds of it."""
 
     group_size: int
     input_scale: float | None  # None: rounded per row and group by MatMulNBits
+    e4m3: bool = False  # rounded per row by kernels for FP8
 
     @classmethod
     def of(cls, linear: QuantizedWeight) -> InputGrid:
-        return cls(linear.group_size, linear.input_scale)
+        return cls(linear.group_size, linear.input_scale, is_e4m3(linear.scheme))
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if self.input_scale is not None:
             return round_static(inputs, self.input_scale)
+        if self.e4m3:
+            return round_by_token(inputs)
         return round_activations(inputs, self.group_size)
 
 

@@ -145,10 +145,9 @@ def kv_scales(
         keys, values = (file.get_tensor(f"layers.{layer}.{part}") for part in ("k_pair_absmax", "v_absmax"))
     if value_scale is not None:
         values = values / value_scale.reshape(values.shape)
-    bits = kv_cache.BITS[settings.dtype]
     return {
         kv_cache.scale_name(layer, part): kv_cache.scales(
-            largest, settings.granularity, bits=bits, name=f"layers.{layer} {part}s"
+            largest, settings.granularity, dtype=settings.dtype, name=f"layers.{layer} {part}s"
         )
         for part, largest in (("key", keys), ("value", values))
     }

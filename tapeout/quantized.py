@@ -88,6 +88,12 @@ def format_of(scheme: Scheme) -> NumberFormat:
     return found
 
 
+def is_e4m3(scheme: Scheme) -> bool:
+    """Whether codes are 8-bit floats, with one scale for each output channel and inputs that a kernel rounds alike."""
+    found = format_of(scheme)
+    return (found.number_type, found.bits, found.activations) == ("float", 8, "float")
+
+
 def fit_range(weight: FloatArray, scheme: Scheme, *, shrink: float = 1.0) -> Grid:
     """See :meth:`tapeout.number_format.NumberFormat.fit`."""
     return format_of(scheme).fit(weight, scheme, shrink)

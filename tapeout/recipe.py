@@ -113,7 +113,7 @@ class Rule(Section):
 
 
 class KVCache(Section):
-    dtype: Literal["float32", "int8", "int4"] = "int8"
+    dtype: Literal["float32", "int8", "int4", "fp8"] = "int8"
     granularity: Literal["per_tensor", "per_channel"] = "per_channel"
 
     @property

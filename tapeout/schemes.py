@@ -108,6 +108,8 @@ class Scheme(Frozen):
             return "fp32"
         if self.activations == "int8":
             return "static int8"
+        if self.group_size is None:
+            return self.codes
         return f"{self.codes} g{self.group_size}{'' if self.symmetric else ' asym'}"
 
     @property

@@ -20,7 +20,8 @@ from tapeout.artifact import Frozen
 
 NO_SLOT = -1  # of a sequence without recurrent state
 SEQUENCE_SLOTS = 2  # that are there for a sequence: its own, and one for a snapshot
-ELEMENT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
+ELEMENT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "fp8": 8}
+IN_BYTES = ("int4", "fp8")  # numpy has no such types
 
 
 class StateBuffer(NamedTuple):
@@ -35,7 +36,7 @@ class StateTensor(Frozen):
     """``shape``: of one token where the state is paged, of one sequence where it is recurrent.
 
     ``int4``: two in a byte. Element 2i of the last dimension is in the low half of byte i, 2i + 1 in the high half,
-    each as its code + 8.
+    each as its code + 8. ``fp8``: a byte of E4M3 (``tapeout/e4m3.py``).
     """
 
     name: str
@@ -44,7 +45,7 @@ class StateTensor(Frozen):
 
     @property
     def element(self) -> str:
-        return "uint8" if self.dtype == "int4" else self.dtype
+        return "uint8" if self.dtype in IN_BYTES else self.dtype
 
     @property
     def stored(self) -> tuple[int, ...]:

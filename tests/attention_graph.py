@@ -194,7 +194,7 @@ def lower(
 ) -> tuple[str, ...]:
     """Attention in place, and what it declined."""
     groups = [group("layers.0.qkv", "block.q", "block.k", "block.v")] if layout.merged else []
-    lowered = lowering(model, groups=groups, max_tokens=MAX_TOKENS, kv_scales=kv_scales, kv_bits=kv_bits)
+    lowered = lowering(model, groups=groups, max_tokens=MAX_TOKENS, kv_scales=kv_scales, kv_dtype=f"int{kv_bits}")
     if layout.merged:
         apply(lowered, linears, merge_linears)
     outcome = apply(lowered, cached_attention)

@@ -49,7 +49,7 @@ def written_out(lowering: Lowering, coming: str = "") -> ir.Model:
     _bind(model, lowering)
     model.opset_imports[CONTRIB] = 1
     if coming == "cached_attention" and lowering.kv_scales:
-        _round_cache(model, lowering.kv_scales, lowering.kv_bits)
+        _round_cache(model, lowering.kv_scales, lowering.kv_dtype)
     for node in [n for n in model.graph if is_linear(n)]:
         _write_linear(model, lowering, node, coming)
     model.graph.sort()
@@ -111,9 +111,9 @@ def _rounding_inputs() -> str:
     return "linear_kernels" if CpuKernels().unsupported("BlockLinear") else "block_linears"
 
 
-def _round_cache(model: ir.Model, scales: Mapping[str, FloatArray], bits: int) -> None:
-    """Keys and values ``[B, H, S, D]`` on their way into attention, to multiples of ``[H, D]`` by codes of ``bits``."""
-    half = 1 << (bits - 1)
+def _round_cache(model: ir.Model, scales: Mapping[str, FloatArray], dtype: str) -> None:
+    """Keys and values ``[B, H, S, D]`` on their way into attention, to multiples of ``[H, D]`` by codes of integers."""
+    half = 8 if dtype == "int4" else 128
     limits = [initializer(model, f"plain.{n}", np.array(n, np.float32)) for n in (-half, half - 1)]
     for layer, node in enumerate([n for n in model.graph if is_attention(n)]):
         for place, part in ((1, "k_scale"), (2, "v_scale")):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from benchmarks.gpu.driver import Driver, Launch
 from engines.kernels.cuda import compiler
 from engines.kernels.cuda.packing import by_row_pair, packed
-from engines.kernels.cuda.parameters import BlockLinear, Weight
+from engines.kernels.cuda.parameters import BlockLinear, QuantizeRows, Weight
 from tapeout.quantized import QuantizedWeight
 
 Array = NDArray[Any]
@@ -134,8 +134,8 @@ def weight(device: Device, linear: QuantizedWeight, bits: int | None = None, *, 
     scales = by_row_pair(linear.scales.astype(np.float16 if half else np.float32))
     zero_points = None if linear.zero_points is None else device.put(by_row_pair(linear.zero_points))
     codes = device.put(packed(linear.codes, bits))
-    shift = linear.group_size.bit_length() - 1
-    return Weight(at(codes), at(device.put(scales)), at(zero_points), outputs, columns, bits, shift, half)
+    shift, e4m3 = linear.group_size.bit_length() - 1, int(linear.scheme.format == "fp8-dynamic")
+    return Weight(at(codes), at(device.put(scales)), at(zero_points), outputs, columns, bits, shift, half, e4m3)
 
 
 def half_weight(device: Device, values: NDArray[np.float16]) -> Weight:
@@ -143,12 +143,34 @@ def half_weight(device: Device, values: NDArray[np.float16]) -> Weight:
     return Weight(at(device.put(packed(values, 16))), None, None, *values.shape, 16, 0, 0)
 
 
+def in_order(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Codes of activations ``[M, K]`` with the channels in their order: kernels exchange two of each four."""
+    return codes.reshape(len(codes), -1, 4)[..., [0, 2, 1, 3]].reshape(codes.shape)
+
+
+def quantized(device: Device, x: Array, kind: str = "F16") -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Activations in 16 bits as a linear in E4M3 reads them: codes ``[M, K]`` and scales ``[M]``."""
+    y, scales = device.empty(x.shape, np.uint8), device.empty((len(x),), np.float32)
+    device.launch("quantize", QuantizeRows(at(device.put(x)), at(y), at(scales), *x.shape, TYPES.index(kind)))
+    return y.copy(), scales.copy()
+
+
 def block_linear(
-    device: Device, w: Weight, kind: str, x: Array, bias: Array | None = None, *, many_blocks: int = 64
+    device: Device,
+    w: Weight,
+    kind: str,
+    x: Array,
+    bias: Array | None = None,
+    *,
+    x_scales: Array | None = None,
+    many_blocks: int = 64,
 ) -> NDArray[np.float32]:
-    """``x`` [M, K] in 16 bits; [M, N]. ``many_blocks``: from so many on the kernel for many tokens is launched."""
+    """``x`` [M, K] in 16 bits, or codes in E4M3 with ``x_scales`` [M]; [M, N].
+
+    ``many_blocks``: from so many on the kernel for many tokens is launched.
+    """
     y = device.empty((len(x), w.N), np.float32)
-    bias = None if bias is None else device.put(bias)
-    parameters = BlockLinear(w, at(device.put(x)), at(bias), at(y), len(x))
+    bias, x_scales = (None if one is None else device.put(one) for one in (bias, x_scales))
+    parameters = BlockLinear(w, at(device.put(x)), at(x_scales), at(bias), at(y), len(x))
     device.launch("block_linear", parameters, TYPES.index(kind), many_blocks)
     return y.copy()

@@ -60,13 +60,14 @@ def small_bundle(
     folder: Path,
     *,
     target: str = "cuda:host",
-    int8_cache: bool = True,
+    cache: str = "int8",  # fp8, or float
     decoded: bool = False,
     slots: int = 4,
     max_tokens: int = MAX_TOKENS,
 ) -> Artifact[EngineBundle]:
     graph = small_graph(max_tokens)
-    scale = np.full((graph.record.kv_heads, graph.record.head_size), 0.02, np.float32)
+    step = 0.02 if cache == "int8" else 0.005
+    scale = np.full((graph.record.kv_heads, graph.record.head_size), step, np.float32)
     return build(
         graph,
         small_weights(graph, decoded=decoded),
@@ -74,7 +75,8 @@ def small_bundle(
         target=find_target(target),
         precision="float32" if decoded else "mix",
         slots=slots,
-        kv_scales={f"layers.{n}.{part}_scale": scale for n in range(LAYERS) for part in "kv" if int8_cache},
+        kv_scales={f"layers.{n}.{part}_scale": scale for n in range(LAYERS) for part in "kv" if cache != "float"},
+        kv_dtype=cache,
         parents={},
     )
 

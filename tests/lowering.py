@@ -153,7 +153,7 @@ def lowering(
     tied: bool = False,
     max_tokens: int = 16,
     kv_scales: dict[str, NDArray[np.float32]] | None = None,
-    kv_bits: int = 8,
+    kv_dtype: str = "int8",
 ) -> Lowering:
     """What a pass is given. Parameters of the graph are in the checkpoint too; ``tensors`` adds to or replaces them."""
     stored = {
@@ -181,7 +181,7 @@ def lowering(
         versions={},
     )
     weights = FixedWeights({**stored, **(tensors or {})})
-    return Lowering(model, record, weights, max_tokens, CpuKernels(), kv_scales or {}, kv_bits)
+    return Lowering(model, record, weights, max_tokens, CpuKernels(), kv_scales or {}, kv_dtype)
 
 
 def group(name: str, *members: str, in_features: int = 32, out_features: int = 32, biased: bool = False) -> LinearGroup:

@@ -22,6 +22,7 @@ from engines.kernels.cuda.packing import chunks_of, tiles_of
 from engines.kernels.cuda.parameters import ARGMAX_PARTS
 from engines.kernels.cuda.plan import (
     CONSTANTS_FILE,
+    ENDED,
     PLAN_FILE,
     WEIGHTS_FILE,
     LaunchPlan,
@@ -261,6 +262,7 @@ class _Plan:
             "query": self._value(f"{name}.query", 2 * inner),
             "part_sums": "attention.sums",
             "part_rows": "attention.rows",
+            "ended": ENDED,
             "y": self._value(f"{name}.attention", 2 * inner),
             "cosines": "cosines",
             "sines": "sines",
@@ -268,8 +270,8 @@ class _Plan:
         if s.int8_cache:
             pointers |= {"key_scales": f"{name}.k_scale", "value_scales": f"{name}.v_scale"}
         scale = float(np.float32(s.head_size**-0.5))
-        numbers = {"H": s.heads, "KV": s.kv_heads, "D": s.head_size, "bfloat16": 0, "interleaved": 0, "window": 0,
-                   "scale": scale, "softcap": 0.0, "epsilon": 0.0}  # fmt: skip
+        numbers = {"H": s.heads, "KV": s.kv_heads, "D": s.head_size, "bfloat16": 0, "fp8": 0, "interleaved": 0,
+                   "window": 0, "scale": scale, "softcap": 0.0, "epsilon": 0.0}  # fmt: skip
         self._add("attention", f"{name}.attention", pointers, numbers, writes=("y", "query"))
 
     def _argmax(self) -> None:
@@ -288,7 +290,8 @@ class _Plan:
     ) -> tuple[dict[str, int | float], dict[str, str]]:
         shift = self._shape.group.bit_length() - 1
         numbers: dict[str, int | float] = {"weight.N": outputs, "weight.K": columns, "weight.bits": bits,
-                                           "weight.group_shift": shift, "weight.half_scales": 1}  # fmt: skip
+                                           "weight.group_shift": shift, "weight.half_scales": 1,
+                                           "weight.e4m3": 0}  # fmt: skip
         return numbers, {"weight.codes": f"{name}.codes", "weight.scales": f"{name}.scales"}
 
     def _value(self, name: str, row_bytes: int, wanted: bool = False) -> str:

@@ -114,7 +114,7 @@ def attention_model(target: Target[Any], graph: PortableGraph, dtype: str, copie
     )
     model = _exported(graph, copies, context)
     bare = graph.model_copy(update={"groups": ()})
-    lowering = Lowering(model, bare, _NoWeights(), context, target.kernels, kv_scales, 4 if dtype == "int4" else 8)
+    lowering = Lowering(model, bare, _NoWeights(), context, target.kernels, kv_scales, dtype)
     for step in target.passes().attention:
         step.run(lowering)
         model.graph.sort()

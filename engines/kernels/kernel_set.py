@@ -42,7 +42,7 @@ class KernelSet(Protocol):
         ...
 
     def unsupported_cache(self, dtype: str, head_size: int) -> str:
-        """Why no attention of the set reads a KV cache in float32, int8 or int4, with so many channels a head."""
+        """Why no attention of the set reads a KV cache of this dtype (:mod:`tapeout.state`) and channels a head."""
         ...
 
     def unsupported_in_attention(self, part: AttentionPart) -> str:

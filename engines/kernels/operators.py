@@ -38,7 +38,7 @@ _ZERO_POINTS = Argument("zero_points", ("uint8",), optional=True)
 _TABLE = (_CODES, _SCALES, _ZERO_POINTS)  # a weight [N, K] in blocks of codes
 _WEIGHT = (*_TABLE, Argument("bias", optional=True))  # bias [N]
 _Y = Argument("y")
-_CACHE = ("float16", "float32", "int8", "uint8")
+_CACHE = ("float16", "float32", "float8_e4m3fn", "int8", "uint8")
 _SEQUENCES = (  # of a step, as those of attention
     Argument("offsets", ("int32",)),  # [B + 1]
     Argument("starts", ("int32",)),  # [B]

@@ -76,7 +76,7 @@ class Lowering:
     max_tokens: int
     kernel_set: KernelSet | None  # of the target
     kv_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # empty: float cache
-    kv_bits: int = 8  # of the codes under them: 8, or 4 and two of them a byte
+    kv_dtype: str = "int8"  # of the codes under them: int8, fp8, or int4 and two of them a byte
     plan: dict[str, str] = field(default_factory=dict)  # filled by the kernel pass: group -> kernel
     linear_outputs: list[LinearOutput] = field(default_factory=list[LinearOutput])  # likewise
     # For targets that are strongly typed (engines.targets.tensorrt):

@@ -32,7 +32,7 @@ def build_candidate(
         precision=quantized.record.summary,
         slots=slots,
         kv_scales=kv.scales,
-        kv_bits=kv.bits,
+        kv_dtype=kv.dtype,
         parents={"graph": graph, "quantized": quantized},
         progress=progress,
     )

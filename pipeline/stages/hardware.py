@@ -79,8 +79,8 @@ def explain(request: BuildRequest, target: Target[Any]) -> list[PassReport]:
         graph,
         weights,
         request.precision,
-        kv_scales=kv.scales if f"int{kv.bits}" in target.capabilities.kv_dtypes else {},
-        kv_bits=kv.bits,
+        kv_scales=kv.scales if kv.dtype in target.capabilities.kv_dtypes else {},
+        kv_dtype=kv.dtype,
         activation_max=_activation_max(request, target, graph)[0],
         qdq=qdq,
     )

@@ -433,8 +433,12 @@ class Measurement:
         from quantization.reference import QuantizedReference
 
         quantized = _quantized()
-        target = find_target(self.bundle("candidate").record.target)
-        return quantized, QuantizedReference(quantized.folder, int8_activations=target.capabilities.int8_activations)
+        capabilities = find_target(self.bundle("candidate").record.target).capabilities
+        return quantized, QuantizedReference(
+            quantized.folder,
+            int8_activations=capabilities.int8_activations,
+            fp8_activations=capabilities.fp8_activations,
+        )
 
     def head(self) -> str:
         return next(group.members[0] for group in _graph().record.groups if group.name == "lm_head")

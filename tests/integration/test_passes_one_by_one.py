@@ -175,7 +175,7 @@ def _compared(step: Any, known: Known) -> Callable[[Lowering], PassResult]:
         else:
             most = SIXTEEN_BITS if name == "cached_attention" and lowering.kv_scales else FLOAT32
             assert np.quantile(apart, MOST) <= most, f"{name}: {np.quantile(apart, MOST):.1e} in one row of ten"
-            flipped = FLIPPED_INT4 if lowering.kv_bits == 4 else FLIPPED
+            flipped = FLIPPED_INT4 if lowering.kv_dtype == "int4" else FLIPPED
             assert apart.max() <= (flipped if rounds(lowering) else FLOAT32), f"{name}: {apart.max():.1e}"
         return outcome
 
@@ -198,7 +198,7 @@ def lowering_of(graph: Artifact[PortableGraph], precision: str, *, kv_bits: int 
         FixedWeights(tensors_of(graph, precision)),
         record.max_positions,
         CpuKernels(),
-        kv_bits=kv_bits,
+        kv_dtype=f"int{kv_bits}",
         float_type="fp16" if precision in FLOAT16 else "fp32",
         precision=precision,
         qdq=qdq,

@@ -118,6 +118,18 @@ def halves(device: Device) -> None:
     linear.test_a_linear_over_halves_equals_its_reference(device, 37, 192)
 
 
+def fp8(device: Device) -> None:
+    linear.test_a_linear_in_fp8_equals_its_reference(device, "F16", 37, 192, True)
+
+
+def fp8_rows(device: Device) -> None:
+    rows.test_norms_and_gates_in_fp8_equal_their_references(device, 2112)
+
+
+def fp8_not_finite(device: Device) -> None:
+    linear.test_nan_and_infinity_reach_all_outputs_of_their_token_in_fp8(device)
+
+
 def norm(device: Device) -> None:
     rows.test_a_norm_equals_its_reference(device, "F16", 2112)
 
@@ -188,8 +200,56 @@ WRONG = {
         "attention.cu", "i < p.D; i += WARP) squares", "i < p.D / 2; i += WARP) squares",
         attention_reference(norms=True),
     ),
+    "a decode lacks the barrier after its queries and new entries": Wrong(
+        "attention.cu", "rows_here = here;\n  __syncthreads();", "rows_here = here;",
+        attention_reference(),
+    ),
+    "the block that ends last does not add the parts": Wrong(
+        "attention.cu", "memory.parts = (uint32_t)parts,", "memory.parts = (uint32_t)parts + 1,", attention_reference()
+    ),
+    "blocks that have ended stay counted": Wrong("attention.cu", "*ended = 0;", "*ended += 0;", attention_reference()),
+    "a new key is written where its prompt began": Wrong(
+        "attention.cu", "first_new + entry / 2", "rows.start", attention_cuts
+    ),
     "values have the scales of another head": Wrong(
         "attention.cu", "p.value_scales + kv * D + channel", "p.value_scales + channel", attention_reference()
+    ),
+    "codes of FP8 of rows 8 to 15 are those of rows 0 to 7": Wrong(
+        "block_linear.cu", "(low >> 4 & 0x0f0f0f0f) | (high & 0xf0f0f0f0)",
+        "(low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4", fp8,
+    ),
+    "a linear in FP8 has the scale of another token": Wrong(
+        "block_linear.cu", "token + 1 < p.M ? p.x_scales[token + 1]", "token + 1 < p.M ? p.x_scales[token]", fp8
+    ),
+    "a linear in FP8 has the scales of rows 0 to 7 in all": Wrong(
+        "block_linear.cu", "sum.z * scales.y * first", "sum.z * scales.x * first", fp8
+    ),
+    "activations in FP8 are in the order of their channels": Wrong(
+        "rows.cu", "e4m3_of(x.z * inverse) << 8 | e4m3_of(x.y * inverse) << 16",
+        "e4m3_of(x.y * inverse) << 8 | e4m3_of(x.z * inverse) << 16", fp8_rows,
+    ),
+    "the scale of a token in FP8 is that of one warp": Wrong(
+        "rows.cu", "larger(largest, warps[i])", "warps[0]", fp8_rows
+    ),
+    "a token in FP8 loses its NaN": Wrong(
+        "rows.cu", "fabsf(x) > largest || x != x ? fabsf(x) : largest", "fmaxf(largest, fabsf(x))", fp8_not_finite
+    ),
+    "E5M2 is taken for E4M3": Wrong(
+        "attention.cu", "(pair & 0x80008000) | (pair >> 1 & 0x3f803f80)", "pair & 0xff00ff00",
+        attention_reference(cache="fp8"),
+    ),
+    "a decode lacks the scale of FP8": Wrong(
+        "attention.cu", "(p.fp8 ? (float)Fp8::UNIT : 1) / sum", "1 / sum", attention_reference(cache="fp8")
+    ),
+    "a prompt lacks the scale of FP8": Wrong(
+        "attention.cu", "Cache::UNIT / total.sum", "1 / total.sum", attention_reference(cache="fp8")
+    ),
+    "keys in FP8 are rounded down": Wrong(
+        "portable.h", "(bits + 0x7ffff + (bits >> 20 & 1))", "bits", attention_reference(cache="fp8")
+    ),
+    "keys in FP8 below the normal ones are zero": Wrong(
+        "portable.h", "__float2int_rn(magnitude * 512)", "0 * __float2int_rn(magnitude)",
+        attention_reference(cache="fp8"),
     ),
     "values behind the last key are read": Wrong(
         "attention.cu", "first_key + 2 * pair + 1 <= last", "true", attention_reference(cache="float16")

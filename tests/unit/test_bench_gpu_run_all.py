@@ -253,7 +253,7 @@ def test_a_written_plan_is_the_one_that_a_build_makes(tmp_path: Path) -> None:
     assert sizes["layers.1.down.scales"] == made.tensors["layers.1.down.scales"].nbytes
     assert sizes["cosines"] == made.tensors["rotary.cos.0"].nbytes
     assert {name for one in plan.operations for name in one.pointers.values()} - plan.values.keys() <= {
-        *sizes, "attention.sums", "attention.rows",
+        *sizes, "attention.sums", "attention.rows", "attention.ended",
         *(f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")),
     }  # fmt: skip
 

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engines.kernels.cuda.parameters import PagedAttention
+from tapeout import e4m3
 from tests.cuda import ORDERS, TYPES, Array, Device, at, host, read
 
 BLOCK, PART = 64, 512  # keys
@@ -27,7 +28,7 @@ class Heads:
     H: int = 4
     KV: int = 2
     D: int = 64
-    cache: str = "int8"  # or float16
+    cache: str = "int8"  # or fp8, float16
     window: int = 0
     softcap: float = 0.0
     interleaved: bool = False
@@ -57,9 +58,10 @@ class Pool:
         for table, count in zip(self.tables, counts, strict=True):
             table[:count] = [blocks.pop() for _ in range(count)]
         shape = (sum(counts) + 3, h.KV, BLOCK, h.D)
-        self.keys, self.values = (self.device.empty(shape, h.cache) for _ in range(2))
+        element = "uint8" if h.cache == "fp8" else h.cache
+        self.keys, self.values = (self.device.empty(shape, element) for _ in range(2))
         scales = np.random.default_rng(8).uniform(0.01, 0.04, (2, h.KV, h.D)).astype(np.float32)
-        self.key_scales, self.value_scales = (self.device.put(one) if h.cache == "int8" else None for one in scales)
+        self.key_scales, self.value_scales = (self.device.put(one) if h.cache != "float16" else None for one in scales)
         angles = np.outer(np.arange(POSITIONS), 1 / 1000 ** (np.arange(h.D // 2) / (h.D // 2)))
         self.cosines, self.sines = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
         weights = np.random.default_rng(9).uniform(0.5, 1.5, (2, h.D)).astype(np.float32)
@@ -78,14 +80,16 @@ class Pool:
         sums = self.device.empty((tokens, h.H, parts, h.D), np.float32)
         rows = self.device.empty((tokens, h.H, parts, 2), np.float32)
         y = self.device.empty((tokens, h.H, h.D), np.uint16)
+        self.ended = put(np.zeros((tokens, h.H), np.uint32))
         tables = [put(x) if h.rotary else None for x in (self.cosines, self.sines)]
         held = [put(packed), *tables, self.keys, self.values, self.key_scales, self.value_scales, put(offsets)]
-        held += [put(np.array(starts, np.int32)), put(self.tables), self.query, sums, rows, y]
+        held += [put(np.array(starts, np.int32)), put(self.tables), self.query, sums, rows, self.ended, y]
         held += [None if one is None else put(one) for one in (self.query_norm, self.key_norm)]
-        sizes = (tokens, len(counts), self.tables.shape[1], h.H, h.KV, h.D, TYPES.index(h.kind), h.interleaved)
-        limits = (h.window, parts, few_tokens, max(counts))
+        sizes = (tokens, len(counts), self.tables.shape[1], h.H, h.KV, h.D, TYPES.index(h.kind), h.cache == "fp8")
+        limits = (h.interleaved, h.window, parts, few_tokens, max(counts))
         self.device.launch("attention", PagedAttention(*map(at, held), *sizes, *limits, h.scale, h.softcap, EPSILON))
         assert (y[sum(counts) :] == 0xFFFF).all()  # padding is not written
+        assert not self.ended.any()  # as the next launch wants it
         return [y[start:end].copy() for start, end in pairwise(offsets)]
 
     def held(self, sequence: int, length: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -94,7 +98,8 @@ class Pool:
         for cache, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
             blocks = cache[self.tables[sequence, : math.ceil(length / BLOCK)]]
             entries = blocks.transpose(1, 0, 2, 3).reshape(self.heads.KV, -1, self.heads.D)[:, :length]
-            found.append(entries.astype(np.float64) * (1 if scales is None else scales[:, None]))
+            decoded = e4m3.decoded(entries) if self.heads.cache == "fp8" else entries
+            found.append(decoded.astype(np.float64) * (1 if scales is None else scales[:, None]))
         return found[0], found[1]
 
 
@@ -139,9 +144,15 @@ def expected(pool: Pool, sequence: int, query: NDArray[np.float64], start: int) 
     return y
 
 
-def check_entries(cached: NDArray[np.float64], wanted: NDArray[np.float64], scales: Array | None) -> None:
+def check_entries(heads: Heads, cached: NDArray[np.float64], wanted: NDArray[np.float64], scales: Array | None) -> None:
     """What a cache has ``[KV, L, D]`` of new keys or values ``[L, KV, D]``."""
     wanted = wanted.transpose(1, 0, 2)
+    if heads.cache == "fp8":
+        assert scales is not None
+        step = scales[:, None].astype(np.float64)
+        half_step = np.maximum(np.abs(wanted) * 2.0**-4, step * 2.0**-10)  # three bits of mantissa, the least step 2^-9
+        assert (np.abs(cached - np.clip(wanted, -448 * step, 448 * step)) <= half_step * 1.0005).all()
+        return
     if scales is None:
         np.testing.assert_allclose(cached, wanted, rtol=2.0**-11 + 1e-6, atol=1e-6)
         return
@@ -165,6 +176,9 @@ def device() -> Iterator[Device]:
 CASES = {
     "int8": Heads(),
     "float16": Heads(cache="float16", kind="BF16"),
+    "fp8": Heads(cache="fp8"),
+    "fp8, 128 channels, window, norms": Heads(H=6, KV=2, D=128, cache="fp8", window=70, norms=True, kind="BF16"),
+    "fp8, 256 channels": Heads(H=2, KV=1, D=256, cache="fp8"),
     "128 channels": Heads(H=8, KV=1, D=128),
     "128 channels, float16": Heads(H=2, KV=2, D=128, cache="float16"),
     "256 channels": Heads(H=2, KV=1, D=256),
@@ -199,11 +213,12 @@ def test_attention_equals_its_reference(device: Device, heads: Heads) -> None:
         made = pool.query[first : first + len(x)].astype(np.float64) / heads.scale
         first += len(x)
         if pool.key_scales is not None:
-            made /= np.repeat(pool.key_scales, heads.H // heads.KV, axis=0)
+            unit = 256 if heads.cache == "fp8" else 1  # operands are codes by 256
+            made /= unit * np.repeat(pool.key_scales, heads.H // heads.KV, axis=0)
         np.testing.assert_allclose(made, exact, rtol=2e-3, atol=2e-4)
         keys, values = pool.held(sequence, start + len(x))
-        check_entries(keys[:, start:], rotated(pool, key, start, pool.key_norm), pool.key_scales)
-        check_entries(values[:, start:], value.astype(np.float64), pool.value_scales)
+        check_entries(heads, keys[:, start:], rotated(pool, key, start, pool.key_norm), pool.key_scales)
+        check_entries(heads, values[:, start:], value.astype(np.float64), pool.value_scales)
         positions = start + np.arange(len(x))
         written[pool.tables[sequence, positions // BLOCK], :, positions % BLOCK] = True
         wanted = expected(pool, sequence, made, start)
@@ -219,10 +234,11 @@ def test_attention_equals_its_reference(device: Device, heads: Heads) -> None:
     [
         Heads(),
         Heads(cache="float16", window=300),
+        Heads(H=3, KV=1, cache="fp8"),
         Heads(H=3, KV=1, D=128, softcap=20.0),
         Heads(H=2, KV=1, D=256, kind="BF16", norms=True),
     ],
-    ids=["int8", "float16, window", "128 channels, softcap", "256 channels, norms"],
+    ids=["int8", "float16, window", "fp8", "128 channels, softcap", "256 channels, norms"],
 )
 def test_a_token_has_the_same_bits_however_its_prompt_is_cut(heads: Heads) -> None:
     """At once, in chunks, token by token at the end, by either kernel, and beside others."""

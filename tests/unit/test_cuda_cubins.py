@@ -22,17 +22,25 @@ LINEARS = {
 MANY = {f"block_linear_{kind}_{bits}_many": (256, 1) for kind in ("F16", "BF16") for bits in (4, 5, 6, 8)}
 LINEARS |= {f"block_linear_F16_16_{groups}": (256, 1 if groups == 8 else 2) for groups in (1, 2, 4, 8)}
 MANY["block_linear_F16_16_many"] = (256, 1)
+FP8 = {f"block_linear_E4M3_8_{groups}": (256, 1 if groups == 8 else 2) for groups in (1, 2, 4, 8)}
+FP8_MANY = {"block_linear_E4M3_8_many": (256, 1)}
+# PTX has mma of E4M3 from sm89 on. These architectures have no such instruction (their own is wgmma or tcgen05): before
+# sm89 our sources convert to half, on the others the compiler does.
+IN_HALF = {"sm80", "sm90", "sm100"}
 CODE_LOADS = {"8": 2, "16": 4}  # of 16 bytes, of a chunk of a tile; of others one
-HEADS = {(cache, channels) for cache in ("Int8", "Half") for channels in (64, 128, 256)}
+HEADS = {(cache, channels) for cache in ("Int8", "Fp8", "Half") for channels in (64, 128, 256)}
 PARTS = {f"attention_parts_{cache}_{channels}": (256, 1) for cache, channels in HEADS}
 PROMPTS = {f"attention_prompt_{cache}_{channels}": (128, 2) for cache, channels in HEADS}
 ROWS = {
     **{f"block_gather_{bits}": (128, 4) for bits in (4, 5, 6, 8, 16)},
-    **dict.fromkeys(("rotary_cache_Int8", "rotary_cache_Half", "norm_rows", "gated_rows", "argmax_parts"), (256, 4)),
-    "attention_combine": (128, 4),
+    **dict.fromkeys(
+        ("rotary_cache_Int8", "rotary_cache_Fp8", "rotary_cache_Half", "norm_rows", "gated_rows", "argmax_parts"),
+        (256, 4),
+    ),
+    **dict.fromkeys(("quantize_rows", "gated_codes"), (256, 4)),
     "argmax_rows": (32, 16),
 }
-LIMITS = LINEARS | MANY | PARTS | PROMPTS | ROWS
+LIMITS = LINEARS | MANY | FP8 | FP8_MANY | PARTS | PROMPTS | ROWS
 REGISTERS = 65536  # of a multiprocessor
 
 
@@ -96,6 +104,20 @@ def test_matmuls_are_on_tensor_cores_and_load_16_bytes(kernels: dict[str, Kernel
         assert kernels[name].count("STS", "128") >= 4, name
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_linears_in_fp8_are_on_tensor_cores(architecture: str, cubins: dict[str, Path]) -> None:
+    found = kernels_of(cubins[architecture])
+    for name in FP8 | FP8_MANY:
+        groups = name.rpartition("_")[2]
+        matmuls = 32 if groups == "many" else 2 * int(groups) * {"1": 4, "2": 2}.get(groups, 2)
+        kernel = found[name]
+        in_half, in_fp8 = kernel.count("HMMA", "16816", "F32"), kernel.count("QMMA", "16832", "F32", "E4M3")
+        wanted = (2 * matmuls, 0) if architecture in IN_HALF else (0, matmuls)
+        assert (in_half % max(wanted[0], 1), in_fp8 % max(wanted[1], 1)) == (0, 0), name
+        assert (bool(in_half), bool(in_fp8)) == (architecture in IN_HALF, architecture not in IN_HALF), name
+        assert kernel.count("LDG", "128") >= 4 if groups == "many" else kernel.count("LDG", "128", "NA") >= 4, name
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_same_sources_give_the_same_bytes(
@@ -121,7 +143,14 @@ def test_a_bundle_gets_the_kernels_that_it_selects(tmp_path: Path, monkeypatch: 
             pytest.skip(f"{package} is not installed")
     monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path))
     found = kernels_of(compiler.cubin("sm80", selected=("CACHE_Half", "GATHER_6")))
-    always = {"argmax_parts", "argmax_rows", "attention_combine", "gated_rows", "norm_rows"}
+    always = {
+        "argmax_parts",
+        "argmax_rows",
+        "gated_codes",
+        "gated_rows",
+        "norm_rows",
+        "quantize_rows",
+    }
     assert found.keys() == always | {"block_gather_6", "rotary_cache_Half"}
 
 

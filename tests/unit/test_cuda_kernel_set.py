@@ -15,7 +15,7 @@ from engines.kernels.operators import DOMAIN, OPERATORS
 from engines.load import find_target
 from engines.passes.onnxruntime import block_linears
 from tapeout.errors import BuildError
-from tapeout.quantized import stored_by_rtn
+from tapeout.quantized import QuantizedWeight, stored_by_rtn
 from tapeout.schemes import FLOAT, STATIC_INT8, Scheme
 from tests.cuda import Device, at, block_linear, host, rounded
 from tests.lowering import model_of, named, value
@@ -46,6 +46,16 @@ def test_weights_that_are_not_taken_have_a_reason(scheme: Scheme, columns: int, 
 def test_float_weights_are_taken_in_whole_spans() -> None:
     assert KERNELS.unsupported_float(96) == ""
     assert KERNELS.unsupported_float(80) == "80 input channels, where CUDA kernels take multiples of 32"
+
+
+def test_weights_in_fp8_are_taken_with_one_scale_a_row() -> None:
+    scheme = Scheme.model_validate({"format": "fp8-dynamic"})
+    weight = stored_by_rtn(scheme, np.ones((16, 96), np.float32))
+    assert isinstance(weight, QuantizedWeight) and not KERNELS.unsupported_weight(weight)
+    assert KERNELS.code_bits(weight) == 8
+    odd = stored_by_rtn(scheme, np.ones((16, 80), np.float32))
+    assert isinstance(odd, QuantizedWeight) and "80 input channels" in KERNELS.unsupported_weight(odd)
+    assert linear_bytes(find_target("cuda"), LinearShape(64, 32), scheme, stored_by_rtn) == 2 * 128 * 8 + 32 * 2
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,7 @@ def test_static_activations_are_not_taken() -> None:
 
 
 def test_caches_that_are_not_taken_have_a_reason() -> None:
-    for cache in ("int8", "float16"):
+    for cache in ("int8", "fp8", "float16"):
         assert not any(KERNELS.unsupported_cache(cache, size) for size in HEAD_SIZES)
         assert KERNELS.unsupported_cache(cache, 96) == "heads of 96 channels, where kernels take 64, 128, 256"
     assert "a KV cache in int4, where" in KERNELS.unsupported_cache("int4", 64)

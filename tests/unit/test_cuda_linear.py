@@ -8,8 +8,22 @@ import numpy as np
 import pytest
 
 from engines.kernels.cuda.packing import by_row_pair, packed
+from tapeout import e4m3
+from tapeout.quantized import QuantizedWeight, round_to_nearest
 from tapeout.schemes import Scheme
-from tests.cuda import ORDERS, TYPES, Array, Device, block_linear, half_weight, host, rounded, weight
+from tests.cuda import (
+    ORDERS,
+    TYPES,
+    Array,
+    Device,
+    block_linear,
+    half_weight,
+    host,
+    in_order,
+    quantized,
+    rounded,
+    weight,
+)
 from tests.random_linears import ROUNDING, random_linear
 
 BITS = (4, 5, 6, 8)
@@ -75,6 +89,77 @@ def test_a_linear_over_halves_equals_its_reference(device: Device, outputs: int,
     assert (over <= 0).all(), f"{over.max():.1e} beyond what rounding explains"
     for tokens in (slice(0, 1), slice(3, 12), slice(60, 81), slice(7, 40), slice(2, 70)):
         assert np.array_equal(block_linear(device, held, "F16", x[tokens], bias), together[tokens])
+
+
+def fp8_linear(outputs: int, columns: int, seed: int = 3) -> QuantizedWeight:
+    """With outputs of very different sizes."""
+    rng = np.random.default_rng(seed)
+    weights = rng.standard_normal((outputs, columns)) * 10.0 ** rng.integers(-1, 3, (outputs, 1))
+    return round_to_nearest(weights.astype(np.float32), Scheme.model_validate({"format": "fp8-dynamic"}))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    ("outputs", "columns", "half"),
+    [(37, 192, True), (16, 96, False), (1, 32, True), (48, 640, True), (40, 1280, False)],
+)
+def test_a_linear_in_fp8_equals_its_reference(
+    device: Device, kind: str, outputs: int, columns: int, half: bool
+) -> None:
+    """Weights with a scale for each output, activations with one for each token; with and without many tokens."""
+    linear = fp8_linear(outputs, columns)
+    if not half:
+        linear.scales[:] *= np.float32(1.0001)
+    held, matrix = weight(device, linear, half=half), linear.dequantize().astype(np.float64)
+    bias = np.random.default_rng(2).standard_normal(outputs).astype(np.float32)
+    for count, added in ((1, None), (9, bias), (21, None), (33, bias), (131, bias)):
+        x, exact = rounded(activations(count, columns), kind)
+        codes, scales = quantized(device, x, kind)
+        np.testing.assert_allclose(scales, np.abs(exact).max(axis=1) / 448, rtol=1e-6)
+        decoded = e4m3.decoded(in_order(codes)) * scales[:, None].astype(np.float64)
+        step = np.maximum(np.abs(exact) * 2.0**-4, scales[:, None] * 2.0**-10)  # half of one
+        assert (np.abs(decoded - exact) <= step * 1.001).all()
+        wanted = decoded @ matrix.T + (0 if added is None else added)
+        sizes = np.abs(decoded) @ np.abs(matrix).T + (0 if added is None else np.abs(added))
+        for many in (1, 64):
+            y = block_linear(device, held, "F16", codes, added, x_scales=scales, many_blocks=many)
+            over = np.abs(y - wanted) - sizes * ROUNDING * (SPAN + columns / SPAN + WARPS + 3)
+            assert (over <= 0).all(), f"{over.max():.1e} beyond what rounding explains"
+
+
+def test_every_code_of_fp8_is_exact(device: Device) -> None:
+    """Each output picks one weight by an activation of one: all channels, and codes in all rows of a tile."""
+    codes = np.delete(np.arange(256), [127, 255]).astype(np.uint8)
+    linear = fp8_linear(len(codes), 64)
+    for shift in (0, 5):
+        linear.codes[:] = np.roll(codes, shift)[:, None] ^ np.where(np.arange(64) % 3, 0, 128).astype(np.uint8)
+        linear.codes[(linear.codes & 127) == 127] = 0
+        linear.scales[:] = 1
+        x, _ = rounded(np.eye(64, dtype=np.float32), "F16")
+        fed, scales = quantized(device, x)
+        y = block_linear(device, weight(device, linear), "F16", fed, x_scales=scales)
+        np.testing.assert_allclose(y, e4m3.decoded(linear.codes).T, rtol=1e-6)
+
+
+def test_a_token_in_fp8_has_the_same_bits_alone_and_in_any_batch(device: Device) -> None:
+    held = weight(device, fp8_linear(48, 704))
+    x, _ = rounded(activations(70, 704), "F16")
+    codes, scales = quantized(device, x)
+    together = block_linear(device, held, "F16", codes, x_scales=scales)
+    assert np.array_equal(block_linear(device, held, "F16", codes, x_scales=scales, many_blocks=1), together)
+    for tokens in (slice(0, 1), slice(6, 7), slice(60, 70), slice(3, 30), slice(2, 40)):
+        alone, own = quantized(device, x[tokens])
+        assert np.array_equal(alone, codes[tokens]) and np.array_equal(own, scales[tokens])
+        assert np.array_equal(block_linear(device, held, "F16", alone, x_scales=own), together[tokens])
+
+
+def test_nan_and_infinity_reach_all_outputs_of_their_token_in_fp8(device: Device) -> None:
+    held = weight(device, fp8_linear(32, 128))
+    x, _ = rounded(activations(4, 128), "F16")
+    x[1, 70], x[2, 3], x[3] = np.nan, np.inf, 0
+    codes, scales = quantized(device, x)
+    y = block_linear(device, held, "F16", codes, x_scales=scales)
+    assert np.isfinite(y[0]).all() and np.isnan(y[1]).all() and not np.isfinite(y[2]).any() and not y[3].any()
 
 
 @pytest.mark.parametrize("bits", BITS)

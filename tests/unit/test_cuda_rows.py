@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engines.kernels.cuda.parameters import Argmax, BlockGather, Gated, Norm
+from tapeout import e4m3
 from tapeout.schemes import Scheme
-from tests.cuda import ORDERS, TYPES, Array, Device, at, half_weight, host, read, weight
+from tests.cuda import ORDERS, TYPES, Array, Device, at, half_weight, host, in_order, read, weight
 from tests.random_linears import random_linear
 
 EPSILON = 1e-5
@@ -34,7 +36,7 @@ def norm(device: Device, kind: str, a: Array, b: Array | None, w: Array, rows: l
     total, y = device.empty((count, a.shape[1]), np.float32), device.empty((count, a.shape[1]), np.uint16)
     held = [at(None if x is None else device.put(x)) for x in (a, b, w)]
     sizes = (count, len(a), a.shape[1], TYPES.index(kind))
-    device.launch("norm", Norm(*held, at(chosen), at(total), at(y), *sizes, EPSILON))
+    device.launch("norm", Norm(*held, at(chosen), at(total), at(y), None, *sizes, EPSILON))
     return y.copy(), total.copy()
 
 
@@ -59,11 +61,39 @@ def test_a_gate_equals_its_reference(device: Device, kind: str) -> None:
     x = random(3, 2 * 1056) * np.float32(10)
     x[0, 0], x[0, 1] = -200, 200
     y = device.empty((3, 1056), np.uint16)
-    device.launch("gated", Gated(at(device.put(x)), at(y), 3, 1056, TYPES.index(kind)))
+    device.launch("gated", Gated(at(device.put(x)), at(y), None, 3, 1056, TYPES.index(kind)))
     gate, up = x[:, :1056].astype(np.float64), x[:, 1056:].astype(np.float64)
     with np.errstate(over="ignore"):
         wanted = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(read(y, kind), wanted, rtol=HALF_UNIT[kind] + 1e-5, atol=1e-7)
+
+
+def check_codes(codes: Array, scales: Array, wanted: NDArray[np.float64]) -> None:
+    """Codes in E4M3 of rows, each with the scale that puts its largest on 448."""
+    np.testing.assert_allclose(scales, np.abs(wanted).max(axis=1) / 448, rtol=1e-5)
+    decoded = e4m3.decoded(in_order(codes)) * scales[:, None].astype(np.float64)
+    step = np.maximum(np.abs(wanted) * 2.0**-4, scales[:, None] * 2.0**-10)  # half of one
+    assert (np.abs(decoded - wanted) <= step * 1.001 + 1e-7).all()
+
+
+@pytest.mark.parametrize("columns", [32, 96, 2112])
+def test_norms_and_gates_in_fp8_equal_their_references(device: Device, columns: int) -> None:
+    a, b, w = random(5, columns), random(5, columns, seed=4) * 100, random(columns, seed=5)
+    codes, scales, total = (
+        device.empty(s, t) for s, t in (((5, columns), np.uint8), ((5,), np.float32), (a.shape, "f4"))
+    )
+    held = [at(device.put(x)) for x in (a, b, w)]
+    device.launch("norm", Norm(*held, None, at(total), at(codes), at(scales), 5, 5, columns, 0, EPSILON))
+    assert np.array_equal(total, a + b)
+    x = (a + b).astype(np.float64)
+    check_codes(codes, scales, x / np.sqrt((x * x).mean(axis=1, keepdims=True) + EPSILON) * w)
+
+    x = random(3, 2 * columns) * np.float32(10)
+    x[2] = 0
+    codes, scales = device.empty((3, columns), np.uint8), device.empty((3,), np.float32)
+    device.launch("gated", Gated(at(device.put(x)), at(codes), at(scales), 3, columns, 0))
+    gate, up = x[:, :columns].astype(np.float64), x[:, columns:].astype(np.float64)
+    check_codes(codes, scales, gate / (1 + np.exp(-gate)) * up)
 
 
 @pytest.mark.parametrize(("bits", "columns"), [(4, 96), (5, 192), (6, 64), (8, 160)])

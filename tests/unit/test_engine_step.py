@@ -100,7 +100,7 @@ def built(
         precision=precision,
         slots=slots,
         kv_scales={f"layers.{n}.{part}_scale": scale for n in range(LAYERS) for part in "kv" if kv_bits < 32},
-        kv_bits=kv_bits,
+        kv_dtype=f"int{kv_bits}",
         parents={},
     )
 

@@ -75,7 +75,7 @@ def bundle(
         precision=request.param,
         slots=SLOTS,
         kv_scales=scales,
-        kv_bits=bits,
+        kv_dtype=f"int{bits}",
         parents={},
     )
 

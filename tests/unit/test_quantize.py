@@ -375,7 +375,7 @@ def test_4_bit_scales_reach_little_over_half_of_what_was_seen_and_say_their_bits
     graph, calibration = inputs
     model = quantized(recipe(kv_cache=KVCache(dtype="int4")), graph, calibration, tmp_path / "q")
     stored = KVScales.read(model.folder)
-    assert stored.bits == 4 and model.record.kv_cache.dtype == "int4" and model.record.summary.endswith("kv-int4")
+    assert stored.dtype == "int4" and model.record.kv_cache.dtype == "int4" and model.record.summary.endswith("kv-int4")
     source = load_file(calibration.folder / statistics_file("layers.0.qkv"))
     np.testing.assert_allclose(
         stored.scales["layers.0.k_scale"], source["layers.0.k_pair_absmax"] * 0.55 / 7, rtol=1e-6

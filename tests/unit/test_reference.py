@@ -114,18 +114,19 @@ def test_keys_and_values_stand_on_their_grid(folder: Path, tokens: list[int], tm
             for n in range(4)
             for part in ("k_scale", "v_scale")
         }
-        KVScales(scales, 8).write(rounded)
+        KVScales(scales, "int8").write(rounded)
         divergence[step] = kl(plain, QuantizedReference(rounded)(tokens))
     assert divergence[1.0] > 10 * divergence[0.1] > 0
     assert divergence[0.1] < 1e-3
     assert divergence[0.005] > 10 * divergence[0.1]  # everything above 127 steps is clamped
 
-    values = np.random.default_rng(0).normal(size=(1, 2, 7, 32)).astype(np.float32)
+    values = np.random.default_rng(0).normal(size=(2, 2, 7, 32)).astype(np.float32)
     scale = np.random.default_rng(1).uniform(0.005, 0.02, (2, 32)).astype(np.float32)
     values[0, 0, 0, :3] = scale[0, :3] * np.array([0.5, 1.5, -2.5], np.float32)  # ties
-    for bits in (8, 4):
-        expected = kv_cache.dequantize(kv_cache.quantize(values, scale, bits), scale)
-        rounded = round_to_grid(torch.from_numpy(values), torch.from_numpy(scale), bits)
+    values[1, 0, 0, :3] = scale[0, :3] * np.array([448.1, 500, -1e6], np.float32)
+    for dtype in ("int8", "int4", "fp8"):
+        expected = kv_cache.dequantize(kv_cache.quantize(values, scale, dtype), scale, dtype)
+        rounded = round_to_grid(torch.from_numpy(values), torch.from_numpy(scale), dtype)
         np.testing.assert_array_equal(rounded.numpy(), expected)
 
 
@@ -137,22 +138,24 @@ def test_fewer_bits_of_the_same_steps_clip_more(folder: Path, tokens: list[int],
         steps = {
             f"layers.{n}.{part}": np.full((2, 32), 0.1, np.float32) for n in range(4) for part in ("k_scale", "v_scale")
         }
-        KVScales(steps, bits).write(rounded)
+        KVScales(steps, f"int{bits}").write(rounded)
         divergence[bits] = kl(plain, QuantizedReference(rounded)(tokens))
     assert divergence[4] > 10 * divergence[8] > 0
 
 
 def test_scales_that_do_not_say_their_bits_are_refused(folder: Path, tmp_path: Path) -> None:
-    for number, metadata in enumerate((None, {"bits": "3"})):
+    for number, metadata in enumerate((None, {"bits": "3"}, {"bits": "8", "type": "e5m2"})):
         broken = shutil.copytree(folder, tmp_path / str(number))
         save_file({"layers.0.k_scale": np.ones((2, 32), np.float32)}, broken / KV_SCALES, metadata)
-        with pytest.raises(QuantizationError, match=r"codes of (no|3) bits"):
+        with pytest.raises(QuantizationError, match=r"codes of (no|3|8) bits"):
             QuantizedReference(broken)
 
 
 def test_a_layer_without_scales_is_refused(folder: Path, tmp_path: Path) -> None:
     partial = shutil.copytree(folder, tmp_path / "partial")
-    KVScales({f"layers.0.{part}": np.ones((2, 32), np.float32) for part in ("k_scale", "v_scale")}, 8).write(partial)
+    KVScales({f"layers.0.{part}": np.ones((2, 32), np.float32) for part in ("k_scale", "v_scale")}, "int8").write(
+        partial
+    )
     with pytest.raises(QuantizationError, match=r"no layers\.1\.k_scale"):
         QuantizedReference(partial)([1, 2, 3])
 

@@ -93,7 +93,7 @@ def test_a_target_whose_passes_make_no_such_cache_is_refused(
             precision="float32",
             slots=2,
             kv_scales={f"layers.{n}.{part}_scale": np.ones(shape, np.float32) for n in range(LAYERS) for part in "kv"},
-            kv_bits=4,
+            kv_dtype="int4",
             parents={},
         )
     assert refused.value.expected == "UINT8, for a KV cache in int4"

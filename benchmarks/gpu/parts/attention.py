@@ -47,13 +47,14 @@ class Attention:
             torch.empty(batch, inner, dtype=torch.float16, device=device),
             torch.empty(batch * s.heads * parts * s.head_size, device=device),
             torch.empty(batch * s.heads * parts * 2, device=device),
+            torch.zeros(batch * s.heads, dtype=torch.int32, device=device),
             self.y,
             None,
             None,
         ]
         self._held = held
         pointers = (None if one is None else one.data_ptr() for one in held)
-        sizes = (batch, batch, blocks, s.heads, s.kv_heads, s.head_size, 0, 0, 0, parts, 1, 1)
+        sizes = (batch, batch, blocks, s.heads, s.kv_heads, s.head_size, 0, 0, 0, 0, parts, 1, 1)
         self._parameters = PagedAttention(*pointers, *sizes, s.head_size**-0.5, 0.0, 0.0)
 
     def __call__(self) -> None:

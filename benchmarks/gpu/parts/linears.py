@@ -44,7 +44,7 @@ class Linear:
         return [partial(self._run, weight, x, y) for weight in self._weights]
 
     def _run(self, weight: Weight, x: Any, y: Any) -> None:
-        parameters, launch = BlockLinear(weight, x.data_ptr(), None, y.data_ptr(), len(x)), Launch()
+        parameters, launch = BlockLinear(weight, x.data_ptr(), None, None, y.data_ptr(), len(x)), Launch()
         many = max(self._place.driver.multiprocessors // 2, 1)
         self._library.tapeout_cuda_block_linear(
             ctypes.byref(parameters), 0, ctypes.c_uint32(many), ctypes.byref(launch)

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from engines.kernels.cuda.packing import by_row_pair, chunks_of, packed, tiles_of
 from engines.kernels.kernel_set import AttentionPart, half_where_exact
 from tapeout.number_format import FloatArray
-from tapeout.quantized import QuantizedWeight, format_of
+from tapeout.quantized import QuantizedWeight, format_of, is_e4m3
 from tapeout.schemes import Scheme
 
 CODE_BITS = (4, 5, 6, 8)
 SMALLEST_BLOCK = SPAN = 32  # input channels: two mma of 16 are summed before they are scaled
-CACHES = ("float16", "int8")
+CACHES = ("float16", "int8", "fp8")
 HEAD_SIZES = (64, 128, 256)
 COMPUTED = frozenset(
     (
@@ -40,6 +40,8 @@ class CudaKernels:
 
     def unsupported_weight(self, weight: QuantizedWeight) -> str:
         size, columns = weight.group_size, weight.codes.shape[-1]
+        if is_e4m3(weight.scheme):
+            return self.unsupported_float(columns)
         if not format_of(weight.scheme).integer_bits or weight.scheme.activations == "int8":
             return f"CUDA kernels take no weights in {weight.scheme.name}"
         if size < SMALLEST_BLOCK or size & (size - 1) or columns % size:
@@ -63,6 +65,8 @@ class CudaKernels:
         return "" if part == "head norms" else f"attention of the CUDA kernels has no {part}"
 
     def code_bits(self, weight: QuantizedWeight) -> int:
+        if is_e4m3(weight.scheme):
+            return 8
         return min(known for known in CODE_BITS if known >= format_of(weight.scheme).integer_bits)
 
     def stored_scales(self, scales: FloatArray, scheme: Scheme) -> NDArray[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.kernels.cuda.parameters import ATTENTION_BLOCK, ATTENTION_PART
-from engines.kernels.cuda.plan import LaunchPlan, PlanOperation
+from engines.kernels.cuda.plan import ENDED, LaunchPlan, PlanOperation
 
 ALIGNMENT = GUARD = 256  # bytes; guards lie between pieces, and at level host a write to one is an error
 RUN_TOKENS = 2048  # M
@@ -61,6 +61,7 @@ def arena(plan: LaunchPlan, files: Mapping[str, int], cache: Mapping[str, int], 
     rows = FEW_ROWS * plan.heads * parts
     places["attention.sums"] = add("sums of attention", 4 * rows * plan.head_size)
     places["attention.rows"] = add("rows of attention", 8 * rows)
+    places[ENDED] = add("ended blocks of attention", 4 * FEW_ROWS * plan.heads)
     places["inputs"] = add("inputs of a step", inputs_bytes(columns))
     last = pieces[-1]
     end = last.offset + last.nbytes

@@ -15,7 +15,7 @@ from engines.bundle import NEXT_TOKENS
 from engines.kernels.cuda import layout
 from engines.kernels.cuda.layout import Arena
 from engines.kernels.cuda.parameters import KINDS, ArenaPiece, CacheTensor, Operation, Settings, StepInputs, Upload
-from engines.kernels.cuda.plan import LaunchPlan, PlanOperation
+from engines.kernels.cuda.plan import ENDED, LaunchPlan, PlanOperation
 from tapeout.errors import ArtifactError, DeviceError, FingerprintError, ResourceError, TapeoutError
 from tapeout.state import StateBuffer
 
@@ -101,6 +101,8 @@ class DeviceEngine:
             result_bytes=layout.RUN_RESULTS * max(4 * plan.vocabulary, 8),
             activations=arena.activations[0],
             activations_end=arena.activations[1],
+            zeros=arena.places[ENDED],
+            zeros_bytes=next(piece.nbytes for piece in arena.pieces if piece.offset == arena.places[ENDED]),
             operation_count=len(operations),
             piece_count=len(pieces),
             upload_count=len(uploads),

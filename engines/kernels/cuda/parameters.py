@@ -9,20 +9,24 @@ P, I32, F32, U64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float, ctypes.c_uin
 
 class Weight(ctypes.Structure):
     _fields_ = (("codes", P), ("scales", P), ("zero_points", P), ("N", I32), ("K", I32), ("bits", I32),
-                ("group_shift", I32), ("half_scales", I32))  # fmt: skip
+                ("group_shift", I32), ("half_scales", I32), ("e4m3", I32))  # fmt: skip
 
 
 class BlockLinear(ctypes.Structure):
-    _fields_ = (("weight", Weight), ("x", P), ("bias", P), ("y", P), ("M", I32))
+    _fields_ = (("weight", Weight), ("x", P), ("x_scales", P), ("bias", P), ("y", P), ("M", I32))
+
+
+class QuantizeRows(ctypes.Structure):
+    _fields_ = (("x", P), ("y", P), ("scales", P), ("M", I32), ("K", I32), ("bfloat16", I32))
 
 
 class Norm(ctypes.Structure):
-    _fields_ = (("a", P), ("b", P), ("weight", P), ("rows", P), ("sum", P), ("y", P), ("count", I32), ("M", I32),
-                ("K", I32), ("bfloat16", I32), ("epsilon", F32))  # fmt: skip
+    _fields_ = (("a", P), ("b", P), ("weight", P), ("rows", P), ("sum", P), ("y", P), ("scales", P),
+                ("count", I32), ("M", I32), ("K", I32), ("bfloat16", I32), ("epsilon", F32))  # fmt: skip
 
 
 class Gated(ctypes.Structure):
-    _fields_ = (("x", P), ("y", P), ("M", I32), ("K", I32), ("bfloat16", I32))
+    _fields_ = (("x", P), ("y", P), ("scales", P), ("M", I32), ("K", I32), ("bfloat16", I32))
 
 
 class BlockGather(ctypes.Structure):
@@ -36,9 +40,10 @@ class Argmax(ctypes.Structure):
 class PagedAttention(ctypes.Structure):
     _fields_ = (
         *((name, P) for name in ("qkv", "cosines", "sines", "key_cache", "value_cache", "key_scales", "value_scales")),
-        *((name, P) for name in ("offsets", "starts", "table", "query", "part_sums", "part_rows", "y")),
+        *((name, P) for name in ("offsets", "starts", "table", "query", "part_sums", "part_rows", "ended", "y")),
         *((name, P) for name in ("query_norm", "key_norm")),
-        *((name, I32) for name in ("M", "B", "columns", "H", "KV", "D", "bfloat16", "interleaved", "window", "parts")),
+        *((name, I32) for name in ("M", "B", "columns", "H", "KV", "D", "bfloat16", "fp8")),
+        *((name, I32) for name in ("interleaved", "window", "parts")),
         *((name, I32) for name in ("few_tokens", "most_tokens")),
         *((name, F32) for name in ("scale", "softcap", "epsilon")),
     )
@@ -51,6 +56,7 @@ KINDS: tuple[tuple[str, type[ctypes.Structure]], ...] = (  # in the order of enu
     ("linear", BlockLinear),
     ("attention", PagedAttention),
     ("argmax", Argmax),
+    ("quantize", QuantizeRows),
 )
 ARGMAX_PARTS, ATTENTION_BLOCK, ATTENTION_PART = 32, 64, 512
 
@@ -80,7 +86,7 @@ class Settings(ctypes.Structure):
         *(("driver", ctypes.c_char_p), ("machine_code", P)),
         *((name, P) for name in ("operations", "pieces", "uploads", "cache", "buckets")),
         *((name, U64) for name in ("arena_bytes", "inputs", "inputs_bytes", "tokens", "logits", "result_bytes")),
-        *((name, U64) for name in ("activations", "activations_end")),
+        *((name, U64) for name in ("activations", "activations_end", "zeros", "zeros_bytes")),
         *((name, I32) for name in ("operation_count", "piece_count", "upload_count", "cache_count", "bucket_count")),
         *((name, I32) for name in ("columns", "vocabulary")),
     )

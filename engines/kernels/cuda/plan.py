@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tapeout.artifact import Frozen
 
+ENDED = "attention.ended"  # counts of blocks, which are zeros between launches
 PLAN_FILE, CONSTANTS_FILE, WEIGHTS_FILE = "plan.json", "constants.bin", "weights.bin"
 
 
@@ -57,8 +58,10 @@ class LaunchPlan(Frozen):
             if one.kind == "gather":
                 found.add(f"GATHER_{one.numbers['weight.bits']}")
             elif one.kind == "linear":
-                found.add(f"LINEAR_{'BF16' if one.bfloat16 else 'F16'}_{one.numbers['weight.bits']}")
+                kind = "E4M3" if one.numbers["weight.e4m3"] else "BF16" if one.bfloat16 else "F16"
+                found.add(f"LINEAR_{kind}_{one.numbers['weight.bits']}")
             elif one.kind == "attention":
-                cache = "Int8" if "key_scales" in one.pointers else "Half"
+                codes = "Fp8" if one.numbers["fp8"] else "Int8"
+                cache = codes if "key_scales" in one.pointers else "Half"
                 found |= {f"CACHE_{cache}", f"ATTENTION_{cache}_{one.numbers['D']}"}
         return tuple(sorted(found))

@@ -13,7 +13,15 @@ import onnx_ir as ir
 
 from engines.bundle import NEXT_TOKENS
 from engines.kernels.cuda.parameters import ARGMAX_PARTS
-from engines.kernels.cuda.plan import CONSTANTS_FILE, WEIGHTS_FILE, LaunchPlan, PlacedTensor, PlanOperation, PlanValue
+from engines.kernels.cuda.plan import (
+    CONSTANTS_FILE,
+    ENDED,
+    WEIGHTS_FILE,
+    LaunchPlan,
+    PlacedTensor,
+    PlanOperation,
+    PlanValue,
+)
 from engines.kernels.operators import DOMAIN
 from tapeout.errors import BuildError
 
@@ -89,8 +97,7 @@ class _Maker:
     def _block_linear(self, node: ir.Node) -> None:
         x, *weight = node.inputs
         name = _name(x)
-        if name not in self._values or self._values[name].row_bytes != 2 * _int(node, "K"):
-            raise _no_kernel(node, f"{name}, which it reads, is not in 16 bits")
+        self._sixteen_bits(node, name)
         self._linear(node, name, weight, node.outputs[0])
 
     def _norm_linear(self, node: ir.Node) -> None:
@@ -104,8 +111,10 @@ class _Maker:
     def _gated_linear(self, node: ir.Node) -> None:
         x, *weight = node.inputs
         columns = _int(node, "K")
-        y = self._scratch(node, "gated", False, 2 * columns)
-        self._add("gated", node, {"x": self._read(x), "y": y}, {"K": columns, "bfloat16": 0})
+        y, scales = self._activations(node, "gated", columns)
+        self._add(
+            "gated", node, {"x": self._read(x), "y": y} | scales, {"K": columns, "bfloat16": 0}, writes=("y", *scales)
+        )
         self._linear(node, y, weight, node.outputs[0])
 
     def _norm_rows(self, node: ir.Node) -> None:
@@ -163,6 +172,7 @@ class _Maker:
             "query": self._scratch(node, "query", False, 2 * heads * size),
             "part_sums": "attention.sums",
             "part_rows": "attention.rows",
+            "ended": ENDED,
             "y": self._value(node.outputs[0], False, heads * size, 2),
         }
         names = ("cosines", "sines", "key_scales", "value_scales", "query_norm", "key_norm")
@@ -174,6 +184,7 @@ class _Maker:
             "KV": kv_heads,
             "D": size,
             "bfloat16": 0,
+            "fp8": int(key_cache.dtype == ir.DataType.FLOAT8E4M3FN),
             "interleaved": _int(node, "rotary_interleaved", 0),
             "window": _int(node, "local_window_size", 0),
             "scale": _number(node, "scale", 0.0),
@@ -184,9 +195,23 @@ class _Maker:
 
     def _norm(self, node: ir.Node, inputs: Sequence[ir.Value | None], total: ir.Value | None) -> str:
         columns = _int(node, "K")
-        y = self._scratch(node, "norm", False, 2 * columns)
-        self._norm_of(node, inputs, total, y, columns)
+        y, scales = self._activations(node, "norm", columns)
+        self._norm_of(node, inputs, total, y, columns, scales=scales)
         return y
+
+    def _sixteen_bits(self, node: ir.Node, name: str) -> None:
+        if name not in self._values or self._values[name].row_bytes != 2 * _int(node, "K"):
+            raise _no_kernel(node, f"{name}, which it reads, is not in 16 bits")
+
+    def _activations(
+        self, node: ir.Node, what: str, columns: int, *, wanted: bool = False
+    ) -> tuple[str, dict[str, str]]:
+        """What the linear of a node reads: values in 16 bits; or codes in E4M3, and where their scales lie."""
+        if not _int(node, "e4m3", 0):
+            return self._scratch(node, what, wanted, 2 * columns), {}
+        return self._scratch(node, what, wanted, columns), {
+            "scales": self._scratch(node, f"{what}.scales", wanted, 4),
+        }
 
     def _norm_of(
         self,
@@ -196,23 +221,39 @@ class _Maker:
         y: str,
         columns: int,
         *,
+        scales: dict[str, str] | None = None,
         wanted: bool = False,
     ) -> None:
         a, b, weight = inputs
-        pointers = {"a": self._read(a), "weight": _name(weight), "y": y}
+        pointers = {"a": self._read(a), "weight": _name(weight), "y": y} | (scales or {})
         if b is not None:
             pointers["b"] = self._read(b)
         if total is not None and total.uses():
             pointers["sum"] = self._value(total, False, columns, 4)
         epsilon = _number(node, "epsilon", 1e-5)
         numbers = {"K": columns, "bfloat16": 0, "epsilon": epsilon}
-        self._add("norm", node, pointers, numbers, writes=("y", "sum"), wanted=wanted)
+        self._add("norm", node, pointers, numbers, writes=("y", "sum", *(scales or {})), wanted=wanted)
 
     def _linear(
         self, node: ir.Node, x: str, weight: Sequence[ir.Value | None], y: ir.Value, *, wanted: bool = False
     ) -> None:
         codes, scales, zero_points, bias = [*weight, None, None, None][:4]
         pointers, numbers = _weight([codes, scales, zero_points], node)
+        if numbers["weight.e4m3"] and f"{x}.scales" not in self._values:
+            columns = _int(node, "K")
+            self._sixteen_bits(node, x)
+            fed, made = self._activations(node, "codes", columns, wanted=wanted)
+            self._add(
+                "quantize",
+                node,
+                {"x": x, "y": fed} | made,
+                {"K": columns, "bfloat16": 0},
+                writes=("y", *made),
+                wanted=wanted,
+            )
+            x = fed
+        if numbers["weight.e4m3"]:
+            pointers["x_scales"] = f"{x}.scales"
         pointers |= {"x": x, "y": self._value(y, wanted, _int(node, "N"), 4)}
         if bias is not None:
             pointers["bias"] = _name(bias)
@@ -263,6 +304,7 @@ def _weight(inputs: Sequence[ir.Value | None], node: ir.Node) -> tuple[dict[str,
         "weight.bits": _int(node, "bits"),
         "weight.group_shift": _int(node, "block_size").bit_length() - 1,
         "weight.half_scales": _int(node, "half_scales"),
+        "weight.e4m3": _int(node, "e4m3", 0),
     }
 
 

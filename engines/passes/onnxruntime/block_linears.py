@@ -5,7 +5,8 @@
 
 What it computes is what MatMulNBits does at accuracy level 4: inputs rounded to int8 for every token and block. The
 target's kernels say which weights they take and how these lie in memory. Scales are float16 where that loses nothing,
-or bytes of exponents beside codes that are 4-bit floats.
+or bytes of exponents beside codes that are 4-bit floats. Beside codes that are 8-bit floats inputs become such floats,
+too, with a scale for every token.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from engines.passes.graph.linears import (
     weights_of,
 )
 from tapeout.errors import BuildError
-from tapeout.quantized import QuantizedWeight
+from tapeout.quantized import QuantizedWeight, is_e4m3
 
 HALF_BITS = 16  # of weights that are not quantized
+FLOAT_BASELINE = "float32"  # the precision of a bundle in which no plan quantizes anything
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -99,7 +101,9 @@ def halves(
             raise BuildError(
                 f"{label} has weights beyond the range of float16",
                 expected="weights of at most 65,504, as kernels read what is not quantized in float16",
-                remedy="give it a scheme in the plan, or build for ort-cpu",
+                remedy="build for ort-cpu: build.target, or --target"
+                if lowering.precision == FLOAT_BASELINE
+                else "give it a scheme in plan.schemes, or build for ort-cpu",
             )
         return kernels.pack_codes(stacked, HALF_BITS)
 
@@ -175,10 +179,13 @@ def stacked(
 
 def attributes(linear: QuantizedWeight, scales: ir.Value) -> dict[str, int]:
     """What the kernels must know of codes beside the tensors."""
-    return {
+    known = {
         "K": linear.codes.shape[1],
         "bits": linear.scheme.bits,
         "block_size": linear.group_size,
         "half_scales": int(scales.dtype == ir.DataType.FLOAT16),
         "symmetric": int(linear.scheme.symmetric),
-    } | ({"e2m1": 1} if scales.dtype == ir.DataType.UINT8 else {})
+    }
+    if is_e4m3(linear.scheme):
+        return known | {"e4m3": 1}
+    return known | ({"e2m1": 1} if scales.dtype == ir.DataType.UINT8 else {})

@@ -16,9 +16,9 @@ caches are written in place: the graph has no outputs for them. The 60 outputs o
 0.3 to 1.2 % longer. The output of a token is the same to the bit however a prompt was cut and whatever else is in the
 step.
 
-A quantized cache has its scales per channel as an input. Codes of 8 bits are int8. Codes of 4 bits are packed two per
-byte of uint8, so blocks have half as many columns: channel 2i in the low half of byte i, channel 2i + 1 in the high
-half, each as ``clip(round(x / scale), -8, 7) + 8``, ties to even.
+A quantized cache has its scales per channel as an input. Codes of 8 bits are int8 or E4M3. Codes of 4 bits are packed
+two per byte of uint8, so blocks have half as many columns: channel 2i in the low half of byte i, channel 2i + 1 in
+the high half, each as ``clip(round(x / scale), -8, 7) + 8``, ties to even.
 
 :class:`BuildError` where the kernels have no attention for a layer: the target has no other.
 """
@@ -53,6 +53,7 @@ from tapeout.operators import layer_of_node
 from tapeout.operators.attention import NAME, NAME_WITH_SINKS, AttentionNode, is_attention
 
 FLOAT_CACHES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}  # of caches without scales, by float type
+CODES = {"int8": ir.DataType.INT8, "fp8": ir.DataType.FLOAT8E4M3FN, "int4": ir.DataType.UINT8}
 BEFORE_NORMS, BEFORE_SINKS = 12, 14  # inputs of the operator
 
 
@@ -61,7 +62,7 @@ def run(lowering: Lowering) -> PassResult:
     nodes = [n for n in model.graph if is_attention(n)]
     if not nodes:
         return PassResult(0, ("no attention in the graph",))
-    dtype = f"int{lowering.kv_bits}" if lowering.kv_scales else FLOAT_CACHES[lowering.float_type].numpy().name
+    dtype = lowering.kv_dtype if lowering.kv_scales else FLOAT_CACHES[lowering.float_type].numpy().name
     for node in nodes:
         _require_kernel(lowering, layer_of_node(node), dtype, AttentionNode.of(node).head_size)
     where = step_inputs(model, OFFSETS, STARTS, BLOCK_TABLE)
@@ -155,7 +156,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
             scale = lowering.kv_scales[name].reshape(1, kv_heads, 1, head_size).astype(np.float32)
             scale /= np.float32(key_factor if part == "k_scale" else 1)
             inputs.append(constant(model, name, np.ascontiguousarray(scale)))
-        element, columns = {8: (ir.DataType.INT8, head_size), 4: (ir.DataType.UINT8, head_size // 2)}[lowering.kv_bits]
+        element, columns = CODES[lowering.kv_dtype], head_size // (2 if lowering.kv_dtype == "int4" else 1)
     if norms:
         inputs += [*[None] * (BEFORE_NORMS - len(inputs)), *(norm.weight for norm in norms)]
         attributes["epsilon"] = norms[0].epsilon

@@ -40,10 +40,11 @@ class Cuda(GraphTarget):
     name = "cuda"
     capabilities = Capabilities(
         libraries=(),
-        kv_dtypes=("float16", "int8"),
+        kv_dtypes=("float16", "int8", "fp8"),
         compilers=(COMPILER, NVRTC),
         float_type="fp16",
         parity_probe=True,
+        fp8_activations=True,
         ahead_of_time=True,
         operators=("Attention",),
     )

@@ -142,7 +142,7 @@ def test_a_cache_of_codes_is_attention_over_keys_and_values_on_their_grid(layout
             return array
         scale = scales[f"layers.0.{name}_scale"]
         by_head = array.reshape(MAX_TOKENS, layout.kv_heads, layout.head_size).transpose(1, 0, 2)
-        back: Array = dequantize(quantize(by_head, scale, bits), scale)
+        back: Array = dequantize(quantize(by_head, scale, f"int{bits}"), scale, f"int{bits}")
         return np.ascontiguousarray(back.transpose(1, 0, 2)).reshape(MAX_TOKENS, -1)
 
     rounded = [{name: on_grid(name, array) for name, array in row.items()} for row in rows]
@@ -161,7 +161,7 @@ def test_a_cache_of_codes_is_attention_over_keys_and_values_on_their_grid(layout
         stored = blocks.past[f"past_key_values.0.{name}"][0, :, :7]
         codes = stored if bits == 8 else unpacked(stored)
         by_head = rows[0][part].reshape(MAX_TOKENS, layout.kv_heads, layout.head_size).transpose(1, 0, 2)[:, :7]
-        np.testing.assert_array_equal(codes, quantize(by_head, scales[f"layers.0.{part}_scale"], bits))
+        np.testing.assert_array_equal(codes, quantize(by_head, scales[f"layers.0.{part}_scale"], f"int{bits}"))
         assert codes.min() == -(2 ** (bits - 1)) and codes.max() == 2 ** (bits - 1) - 1
     assert np.abs(expected[0] - plain[0]).max() > 0.1  # the grid is coarse enough to be told from none
 

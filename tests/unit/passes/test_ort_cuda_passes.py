@@ -158,6 +158,6 @@ def test_a_4_bit_cache_is_refused(tmp_path: Path) -> None:
             precision="test",
             slots=2,
             kv_scales=kv_scales(graph),
-            kv_bits=4,
+            kv_dtype="int4",
             parents={"graph": graph},
         )

@@ -16,7 +16,7 @@
 #include "parameters.h"
 
 enum { ROWS = 16, BLOCK = ATTENTION_BLOCK, KEY_TILES = BLOCK / 8, PART_BLOCKS = ATTENTION_PART / BLOCK };
-enum { ROTARY_THREADS = 256, PART_THREADS = PART_BLOCKS * WARP, COMBINE_THREADS = 128, SUMMED = 4 };
+enum { ROTARY_THREADS = 256, PART_THREADS = PART_BLOCKS * WARP, SUMMED = 4 };
 constexpr float LOG2_E = 1.44269504f;
 
 /* What rows have of some keys: their largest score in powers of two, rounded up, and the sum of their weights. Without a
@@ -35,7 +35,7 @@ __device__ __forceinline__ float moved(float from, float to) {
 
 /* How a cache holds channels. `words`: of 32 bits, as they lie in memory. */
 struct Int8 {
-  enum { BYTES = 1 };
+  enum { BYTES = 1, UNIT = 1 }; /* UNIT: what one is in half, as operands have it */
   /* Words of four codes plus 128, whose bytes are or'ed into 1,024. */
   static __device__ __forceinline__ uint32_t positive(uint32_t word) { return word ^ 0x80808080; }
   static __device__ __forceinline__ uint32_t centred(uint32_t pair) { return add_f16x2(pair, 0xe480e480); }
@@ -59,8 +59,28 @@ struct Int8 {
   }
 };
 
+/* E4M3. A code's bits in the places of half's are its value by 256, exactly, that of small ones too: half's bias is 15,
+   E4M3's is 7. So scales are multiplied by 256, and codes are never. NaN is not kept, as in int8: it becomes the largest. */
+struct Fp8 {
+  enum { BYTES = 1, UNIT = 256 };
+  /* Of the high byte of each half. */
+  static __device__ __forceinline__ uint32_t widened(uint32_t pair) {
+    return (pair & 0x80008000) | (pair >> 1 & 0x3f803f80);
+  }
+  static __device__ __forceinline__ uint32_t channels(const uint32_t* words, int i) {
+    return widened(__byte_perm(words[i / 2], 0, i % 2 ? 0x3322 : 0x1100));
+  }
+  static __device__ __forceinline__ uint32_t keys(const uint32_t* first, const uint32_t* second, int i) {
+    return widened(__byte_perm(first[i / 4], second[i / 4], 0x4400 + 0x1111 * (i % 4)));
+  }
+  static __device__ __forceinline__ void store_two(void* cache, int64_t at, const float2& x, const float2& scales) {
+    const uint32_t first = e4m3_of(x.x / scales.x), second = e4m3_of(x.y / scales.y);
+    reinterpret_cast<uint16_t*>(cache)[at / 2] = (uint16_t)(first | second << 8);
+  }
+};
+
 struct Half {
-  enum { BYTES = 2 };
+  enum { BYTES = 2, UNIT = 1 };
   static __device__ __forceinline__ uint32_t channels(const uint32_t* words, int i) { return words[i]; }
   static __device__ __forceinline__ uint32_t keys(const uint32_t* first, const uint32_t* second, int i) {
     return __byte_perm(first[i / 2], second[i / 2], i % 2 ? 0x7632 : 0x5410);
@@ -112,12 +132,9 @@ __device__ __forceinline__ int64_t entry(const Attention& p, int sequence, int p
   return ((block * p.KV + head) * BLOCK + position % BLOCK) * p.D;
 }
 
-/* A warp for each head of a token: of queries, keys and values. */
+/* By a warp: a head of a token, of queries, keys or values. */
 template <class Cache>
-__device__ __forceinline__ void rotary_cache(const Attention& p) {
-  const int token = blockIdx.x, head = (int)blockIdx.y * (ROTARY_THREADS / WARP) + (int)threadIdx.x / WARP;
-  if (head >= p.H + 2 * p.KV || token >= p.offsets[p.B]) return;
-  const Place place = place_of(p, token);
+__device__ __forceinline__ void rotate_head(const Attention& p, const Place& place, int token, int head) {
   const int half = p.D / 2, kv = head < p.H ? head / (p.H / p.KV) : (head - p.H) % p.KV;
   const bool is_query = head < p.H, is_value = head >= p.H + p.KV, rotates = p.cosines && !is_value;
   const float* x = p.qkv + ((int64_t)token * (p.H + 2 * p.KV) + head) * p.D;
@@ -159,14 +176,25 @@ __device__ __forceinline__ void rotary_cache(const Attention& p) {
     }
     if (is_query) {
       uint32_t* to = static_cast<uint32_t*>(p.query);
-      to[(at + first) / 2] = f16x2_of(a.x * p.scale * one.x, a.y * p.scale * one.y);
-      to[(at + second) / 2] = f16x2_of(b.x * p.scale * two.x, b.y * p.scale * two.y);
+      const float scale = p.scale * Cache::UNIT;
+      to[(at + first) / 2] = f16x2_of(a.x * scale * one.x, a.y * scale * one.y);
+      to[(at + second) / 2] = f16x2_of(b.x * scale * two.x, b.y * scale * two.y);
     } else {
       void* cache = is_value ? p.value_cache : p.key_cache;
       Cache::store_two(cache, at + first, a, one);
       Cache::store_two(cache, at + second, b, two);
     }
   }
+}
+
+/* A warp for each head of a token of a prompt; what decodes is rotated where it attends. */
+template <class Cache>
+__device__ __forceinline__ void rotary_cache(const Attention& p) {
+  const int token = blockIdx.x, head = (int)blockIdx.y * (ROTARY_THREADS / WARP) + (int)threadIdx.x / WARP;
+  if (head >= p.H + 2 * p.KV || token >= p.offsets[p.B]) return;
+  const Place place = place_of(p, token);
+  if (p.offsets[place.sequence + 1] - p.offsets[place.sequence] > p.few_tokens)
+    rotate_head<Cache>(p, place, token, head);
 }
 
 /* The rows of a warp: from row `first` on of a sequence and KV head. */
@@ -285,35 +313,80 @@ __device__ __forceinline__ RowSums softmax_block(const Attention& p, const Rows&
   return sums;
 }
 
+/* By a warp: adds the parts of a query head of a token, which blocks have left. at: the number of the head among all. */
+__device__ __forceinline__ void combine_parts(const Attention& p, int64_t at, int position, int kv) {
+  const int first = first_seen(p, position) / ATTENTION_PART, end = position / ATTENTION_PART + 1;
+  const float2* rows = reinterpret_cast<const float2*>(p.part_rows) + at * p.parts;
+  float max = -infinity(), sum = 0;
+  for (int part = first; part < end; part++) max = fmaxf(max, load_of_others(rows + part).x);
+  for (int part = first; part < end; part++) {
+    const float2 row = load_of_others(rows + part);
+    sum = fmaf(row.y, moved(row.x, max), sum);
+  }
+  const float inverse = (p.fp8 ? (float)Fp8::UNIT : 1) / sum;
+  for (int channel = threadIdx.x % WARP * 2; channel < p.D; channel += 2 * WARP) {
+    float2 y = make_float2(0, 0);
+    for (int part = first; part < end; part++) {
+      const float2 x =
+          load_of_others(reinterpret_cast<const float2*>(p.part_sums + (at * p.parts + part) * p.D + channel));
+      const float factor = moved(load_of_others(rows + part).x, max);
+      y = make_float2(fmaf(x.x, factor, y.x), fmaf(x.y, factor, y.y));
+    }
+    float2 scales = make_float2(1, 1);
+    if (p.value_scales) scales = *reinterpret_cast<const float2*>(p.value_scales + kv * p.D + channel);
+    static_cast<uint32_t*>(p.y)[(at * p.D + channel) / 2] =
+        pair_of(y.x * inverse * scales.x, y.y * inverse * scales.y, p.bfloat16);
+  }
+}
+
 /* Decode: a thread block for each part of the keys, KV head and sequence, a warp for each block of keys. Keys and values
-   go straight into registers: a lane's loads are neighbouring bytes of a key, which channel is whose is free. */
+   go straight into registers: a lane's loads are neighbouring bytes of a key, which channel is whose is free.
+
+   Before that a block rotates its queries, and writes the new entries of its part: all that it reads of this step. Other
+   blocks may write the same bytes. The block of some rows that ends last adds their parts, in order. */
 template <int D>
 struct PartMemory {
   float4 sums[SUMMED][PART_BLOCKS][WARP];
   float rows[2][PART_BLOCKS][ROWS]; /* largest scores, and sums of weights */
   float total[ROWS][D];
+  uint32_t parts, before; /* blocks of the same rows: all, and those that have ended before */
+  int32_t rows_here;      /* registers have no room for these */
 };
 
 template <class Cache, int D>
 __device__ __forceinline__ void attention_parts(const Attention& p) {
-  enum { PIECE = D == 128 ? 16 : 8 }; /* channels of a value that a lane loads at once: registers hold no more */
+  /* Channels of a value that a lane loads at once, and tiles of results at once: registers hold no more. */
+  enum { PIECE = D == 128 ? 16 : 8, TILES = D > 128 ? D / 16 : D / 8 };
   PartMemory<D>& memory = shared_memory<PartMemory<D>>();
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const int part = (int)blockIdx.x % p.parts, kv = blockIdx.y, sequence = blockIdx.z;
   const Rows rows(p, sequence, (int)blockIdx.x / p.parts * ROWS);
   if (!rows.any() || rows.count > p.few_tokens * rows.group) return;
   const int last = rows.last_position(ROWS), block = part * PART_BLOCKS + warp, first_key = block * BLOCK;
-  if (part * ATTENTION_PART > last || (part + 1) * ATTENTION_PART <= first_seen(p, rows.first_position())) return;
+  const int first_part = first_seen(p, rows.first_position()) / ATTENTION_PART,
+            parts = last / ATTENTION_PART + 1 - first_part;
+  if (part < first_part || part >= first_part + parts) return;
 
-  float4 outputs[D / 8];
-#pragma unroll
-  for (int i = 0; i < D / 8; i++) outputs[i] = make_float4(0, 0, 0, 0);
+  const int here = smaller(ROWS, rows.count - rows.first),
+            first_new = part * ATTENTION_PART > rows.start ? part * ATTENTION_PART : rows.start;
+  const int fresh = smaller(last + 1, (part + 1) * ATTENTION_PART) - first_new; /* entries of this part */
+  for (int i = warp; i < here + (fresh > 0 ? 2 * fresh : 0); i += PART_BLOCKS) {
+    const int row = rows.first + i, entry = i - here;
+    const int position = i < here ? rows.start + row / rows.group : first_new + entry / 2;
+    const int head = i < here ? kv * rows.group + row % rows.group : p.H + kv + entry % 2 * p.KV;
+    rotate_head<Cache>(p, {sequence, position}, rows.offset + position - rows.start, head);
+  }
+  if (threadIdx.x == 0) memory.parts = (uint32_t)parts, memory.rows_here = here;
+  __syncthreads();
+
   RowSums sums = {{-infinity(), -infinity()}, {0, 0}};
-  if (first_key <= last && first_key + BLOCK > first_seen(p, rows.first_position())) { /* of a whole warp */
+  uint4 weights[KEY_TILES / 2];
+  const char* values = static_cast<const char*>(p.value_cache);
+  const bool any_seen = first_key <= last && first_key + BLOCK > first_seen(p, rows.first_position()); /* of a warp */
+  if (any_seen) {
     const int64_t at = entry(p, sequence, first_key, kv) * Cache::BYTES;
-    const char *keys = static_cast<const char*>(p.key_cache) + at,
-               *values = static_cast<const char*>(p.value_cache) + at;
-    uint4 weights[KEY_TILES / 2];
+    const char* keys = static_cast<const char*>(p.key_cache) + at;
+    values += at;
     float4 scores[KEY_TILES];
 #pragma unroll
     for (int i = 0; i < KEY_TILES; i++) scores[i] = make_float4(0, 0, 0, 0);
@@ -333,22 +406,6 @@ __device__ __forceinline__ void attention_parts(const Attention& p) {
       }
     }
     sums = softmax_block(p, rows, first_key, scores, weights);
-#pragma unroll
-    for (int piece = 0; piece < D / 8; piece += PIECE) {
-#pragma unroll
-      for (int step = 0; step < KEY_TILES / 2; step++) {
-        uint32_t words[4][PIECE * Cache::BYTES / 4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int key = 16 * step + 2 * t + i % 2 + i / 2 * 8;
-          load_words(values + (key * D + g * (D / 8) + piece) * Cache::BYTES, first_key + key <= last, words[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < PIECE; i++)
-          mma_f16(outputs[piece + i], weights[step],
-                  make_uint2(Cache::keys(words[0], words[1], i), Cache::keys(words[2], words[3], i)));
-      }
-    }
   }
 
   if (t == 0) {
@@ -363,31 +420,53 @@ __device__ __forceinline__ void attention_parts(const Attention& p) {
   for (int i = 0; i < 2 * PART_BLOCKS; i++)
     factors[i % 2][i / 2] = moved(memory.rows[0][i / 2][g + i % 2 * 8], max[i % 2]);
 #pragma unroll
-  for (int done = 0; done < D / 8; done += SUMMED) {
+  for (int begin = 0; begin < D / 8; begin += TILES) {
+    float4 outputs[TILES];
 #pragma unroll
-    for (int i = 0; i < SUMMED; i++) memory.sums[i][warp][lane] = outputs[done + i];
-    __syncthreads();
-    if (warp < SUMMED) {
-      float4 sum = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < TILES; i++) outputs[i] = make_float4(0, 0, 0, 0);
 #pragma unroll
-      for (int other = 0; other < PART_BLOCKS; other++) {
-        const float4 more = memory.sums[warp][other][lane];
-        sum.x = fmaf(more.x, factors[0][other], sum.x), sum.y = fmaf(more.y, factors[0][other], sum.y);
-        sum.z = fmaf(more.z, factors[1][other], sum.z), sum.w = fmaf(more.w, factors[1][other], sum.w);
+    for (int piece = 0; piece < TILES && any_seen; piece += PIECE) {
+#pragma unroll
+      for (int step = 0; step < KEY_TILES / 2; step++) {
+        uint32_t words[4][PIECE * Cache::BYTES / 4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int key = 16 * step + 2 * t + i % 2 + i / 2 * 8;
+          load_words(values + (key * D + g * (D / 8) + begin + piece) * Cache::BYTES, first_key + key <= last,
+                     words[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < PIECE; i++)
+          mma_f16(outputs[piece + i], weights[step],
+                  make_uint2(Cache::keys(words[0], words[1], i), Cache::keys(words[2], words[3], i)));
       }
-      const int channel = 2 * t * (D / 8) + done + warp; /* of the mma's column 2 t */
-      memory.total[g][channel] = sum.x, memory.total[g][channel + D / 8] = sum.y;
-      memory.total[g + 8][channel] = sum.z, memory.total[g + 8][channel + D / 8] = sum.w;
     }
-    __syncthreads();
+#pragma unroll
+    for (int done = 0; done < TILES; done += SUMMED) {
+#pragma unroll
+      for (int i = 0; i < SUMMED; i++) memory.sums[i][warp][lane] = outputs[done + i];
+      __syncthreads();
+      if (warp < SUMMED) {
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int other = 0; other < PART_BLOCKS; other++) {
+          const float4 more = memory.sums[warp][other][lane];
+          sum.x = fmaf(more.x, factors[0][other], sum.x), sum.y = fmaf(more.y, factors[0][other], sum.y);
+          sum.z = fmaf(more.z, factors[1][other], sum.z), sum.w = fmaf(more.w, factors[1][other], sum.w);
+        }
+        const int channel = 2 * t * (D / 8) + begin + done + warp; /* of the mma's column 2 t */
+        memory.total[g][channel] = sum.x, memory.total[g][channel + D / 8] = sum.y;
+        memory.total[g + 8][channel] = sum.z, memory.total[g + 8][channel + D / 8] = sum.w;
+      }
+      __syncthreads();
+    }
   }
   for (int i = threadIdx.x; i < ROWS * D; i += PART_THREADS) {
     const int row = rows.first + i / D;
     if (row < rows.count)
       p.part_sums[(rows.head(p, row, kv) * p.parts + part) * D + i % D] = memory.total[i / D][i % D];
   }
-  if (warp || t) return;
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; i < 2 && warp == 0 && t == 0; i++) {
     const int row = rows.first + g + 8 * i;
     if (row >= rows.count) continue;
     float sum = 0;
@@ -395,32 +474,18 @@ __device__ __forceinline__ void attention_parts(const Attention& p) {
       sum = fmaf(memory.rows[1][other][g + 8 * i], factors[i][other], sum);
     reinterpret_cast<float2*>(p.part_rows)[rows.head(p, row, kv) * p.parts + part] = make_float2(max[i], sum);
   }
-}
 
-/* Adds the parts of sequences with few new tokens: a warp for each query head of a token. */
-__device__ __forceinline__ void combine(const Attention& p) {
-  const int64_t at = (int64_t)blockIdx.x * (COMBINE_THREADS / WARP) + threadIdx.x / WARP;
-  const int token = (int)(at / p.H), head = (int)(at % p.H), kv = head / (p.H / p.KV);
-  if (token >= p.M || token >= p.offsets[p.B]) return;
-  const Place place = place_of(p, token);
-  if (p.offsets[place.sequence + 1] - p.offsets[place.sequence] > p.few_tokens) return;
-  const int first = first_seen(p, place.position) / ATTENTION_PART, end = place.position / ATTENTION_PART + 1;
-  const float2* rows = reinterpret_cast<const float2*>(p.part_rows) + at * p.parts;
-  float max = -infinity(), sum = 0;
-  for (int part = first; part < end; part++) max = fmaxf(max, rows[part].x);
-  for (int part = first; part < end; part++) sum = fmaf(rows[part].y, moved(rows[part].x, max), sum);
-  const float inverse = 1 / sum;
-  for (int channel = threadIdx.x % WARP * 2; channel < p.D; channel += 2 * WARP) {
-    float2 y = make_float2(0, 0);
-    for (int part = first; part < end; part++) {
-      const float2 x = *reinterpret_cast<const float2*>(p.part_sums + (at * p.parts + part) * p.D + channel);
-      const float factor = moved(rows[part].x, max);
-      y = make_float2(fmaf(x.x, factor, y.x), fmaf(x.y, factor, y.y));
-    }
-    float2 scales = make_float2(1, 1);
-    if (p.value_scales) scales = *reinterpret_cast<const float2*>(p.value_scales + kv * p.D + channel);
-    static_cast<uint32_t*>(p.y)[(at * p.D + channel) / 2] =
-        pair_of(y.x * inverse * scales.x, y.y * inverse * scales.y, p.bfloat16);
+  __threadfence(); /* what this block has left is seen before it counts */
+  __syncthreads();
+  uint32_t* ended = p.ended + rows.head(p, rows.first, kv);
+  if (threadIdx.x == 0) memory.before = atomicAdd(ended, 1u);
+  __syncthreads();
+  if (memory.before + 1 < memory.parts) return;
+  __threadfence();
+  if (threadIdx.x == 0) *ended = 0; /* for the next step */
+  for (int i = warp; i < memory.rows_here; i += PART_BLOCKS) {
+    const int row = rows.first + i;
+    combine_parts(p, rows.head(p, row, kv), rows.start + row / rows.group, kv);
   }
 }
 
@@ -556,7 +621,7 @@ __device__ __forceinline__ void attention_prompt(const Attention& p) {
     const int row = rows.first + g + 8 * half;
     if (row >= rows.count) continue;
     const int64_t to = rows.head(p, row, kv) * D;
-    const float inverse = 1 / total.sum[half];
+    const float inverse = Cache::UNIT / total.sum[half];
 #pragma unroll
     for (int i = 0; i < TILES / 2; i++) {
       const int channel = first_channel + i / 2 * 32 + 8 * t + i % 2 * 4; /* of the mma's column 2 t + i % 2 */
@@ -574,9 +639,6 @@ __device__ __forceinline__ void attention_prompt(const Attention& p) {
   }
 }
 
-KERNEL(attention_combine, Attention, COMBINE_THREADS, 4) {
-  combine(p);
-}
 #define ATTENTION(Cache, D)                                                        \
   KERNEL(attention_parts_##Cache##_##D, Attention, PART_THREADS, 1) {              \
     attention_parts<Cache, D>(p);                                                  \
@@ -599,6 +661,18 @@ ATTENTION(Int8, 128)
 #endif
 #if SELECTED(ATTENTION_Int8_256)
 ATTENTION(Int8, 256)
+#endif
+#if SELECTED(CACHE_Fp8)
+ROTARY_CACHE(Fp8)
+#endif
+#if SELECTED(ATTENTION_Fp8_64)
+ATTENTION(Fp8, 64)
+#endif
+#if SELECTED(ATTENTION_Fp8_128)
+ATTENTION(Fp8, 128)
+#endif
+#if SELECTED(ATTENTION_Fp8_256)
+ATTENTION(Fp8, 256)
 #endif
 #if SELECTED(CACHE_Half)
 ROTARY_CACHE(Half)

@@ -1,4 +1,5 @@
-/* y = x · Wᵀ + bias for a weight in groups of 4-, 5-, 6- or 8-bit codes, or in half, and activations in 16-bit floats.
+/* y = x · Wᵀ + bias for a weight in groups of 4-, 5-, 6- or 8-bit codes, or in half, and activations in 16-bit floats; and for
+   weights and activations in E4M3.
 
    Weights are the 16-row operand of mma, tokens its 8 columns, so one token costs what eight do and every weight is
    decoded once for all tokens of a block. The warps of a block share its outputs and split the channels: warp w takes
@@ -6,7 +7,8 @@
    loaded DEPTH ahead.
 
    Codes less zero points are exact in 16 bits. An mma sums 16 channels in float; the sum of 32 is multiplied by the scale
-   and added to the warp's. Warps are added in their order, then the bias. None of this depends on the number of tokens,
+   and added to the warp's. Of E4M3 an mma sums 32 channels, and the scales of rows and tokens are multiplied at the end.
+   Warps are added in their order, then the bias. None of this depends on the number of tokens,
    so a token has the same bits alone and in any batch. */
 #include "weights.cuh"
 
@@ -22,13 +24,15 @@ struct WeightChunk {
   RowPair rows[2]; /* for each span */
 };
 
-template <int BITS>
+template <class T, int BITS>
 __device__ __forceinline__ void load_chunk(const Weight& w, int tile, int chunks, int chunk, WeightChunk<BITS>& to) {
   const int lane = threadIdx.x % WARP;
   const uint32_t sixteens = (uint32_t)(tile * chunks + chunk) * (8 * BITS); /* bytes before it, by 16: fits 32 bits */
   to.codes.load(w.codes + (uint64_t)sixteens * 16, lane);
-  to.rows[0] = load_rows<BITS>(w, tile, chunk * CHUNK, lane / 4);
-  to.rows[1] = load_rows<BITS>(w, tile, chunk * CHUNK + SPAN, lane / 4);
+  if constexpr (!SAME<T, E4M3>) {
+    to.rows[0] = load_rows<BITS>(w, tile, chunk * CHUNK, lane / 4);
+    to.rows[1] = load_rows<BITS>(w, tile, chunk * CHUNK + SPAN, lane / 4);
+  }
 }
 
 /* The mma operands of a span. */
@@ -41,35 +45,77 @@ __device__ __forceinline__ void decode_span(const WeightChunk<BITS>& w, uint4 (&
   operands[1] = decode<T, BITS, 2 * span + 1>(w.codes, offsets);
 }
 
-/* Adds a span's part of the results of all tokens. x: this lane's activations of its token in each group. */
-template <class T, int BITS, int TILES, int GROUPS, int span>
-__device__ __forceinline__ void add_span(const WeightChunk<BITS> (&weights)[TILES], const uint16_t* x, int64_t stride,
-                                         int tokens, float4 (&sums)[TILES][GROUPS]) {
-  uint4 operands[TILES][2];
+/* The same of E4M3: both steps of a span are one mma. A word of low halves and one of high halves have the codes of a step in
+   row g at every other place, and between them those of row g + 8: channels 0, 2, 1, 3. */
+template <int step>
+__device__ __forceinline__ uint2 bytes_of(const Codes<8>& codes) {
+  const uint32_t low = codes.low_word<step>(), high = codes.high_word<step>();
+  return make_uint2((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4, (low >> 4 & 0x0f0f0f0f) | (high & 0xf0f0f0f0));
+}
+template <int TILES, int GROUPS, int span>
+__device__ __forceinline__ void add_span_e4m3(const WeightChunk<8> (&weights)[TILES], const uint8_t* x, int64_t stride,
+                                              int tokens, float4 (&sums)[TILES][GROUPS]) {
+  uint4 operands[TILES];
 #pragma unroll
-  for (int tile = 0; tile < TILES; tile++) decode_span<T, BITS, span>(weights[tile], operands[tile]);
+  for (int tile = 0; tile < TILES; tile++) {
+    const uint2 first = bytes_of<2 * span>(weights[tile].codes), second = bytes_of<2 * span + 1>(weights[tile].codes);
+    operands[tile] = make_uint4(first.x, first.y, second.x, second.y);
+  }
 #pragma unroll
   for (int group = 0; group < GROUPS; group++) {
-    const uint4 here =
-        group * TOKENS < tokens ? *reinterpret_cast<const uint4*>(x + group * TOKENS * stride + span * SPAN) : zeros();
+    uint2 here = make_uint2(0, 0);
+    if (group * TOKENS < tokens) here = *reinterpret_cast<const uint2*>(x + group * TOKENS * stride + span * SPAN);
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
       float4 dot = make_float4(0, 0, 0, 0), &sum = sums[tile][group];
-      T::mma(dot, operands[tile][0], make_uint2(here.x, here.y));
-      T::mma(dot, operands[tile][1], make_uint2(here.z, here.w));
-      const float2 scales = weights[tile].rows[span].scales;
-      sum.x = fmaf(dot.x, scales.x, sum.x);
-      sum.y = fmaf(dot.y, scales.x, sum.y);
-      sum.z = fmaf(dot.z, scales.y, sum.z);
-      sum.w = fmaf(dot.w, scales.y, sum.w);
+      E4M3::mma(dot, operands[tile], here);
+      sum.x += dot.x, sum.y += dot.y, sum.z += dot.z, sum.w += dot.w;
+    }
+  }
+}
+
+/* Adds a span's part of the results of all tokens. x: this lane's activations of its token in each group. */
+template <class T, int BITS, int TILES, int GROUPS, int span>
+__device__ __forceinline__ void add_span(const WeightChunk<BITS> (&weights)[TILES], const typename T::Element* x,
+                                         int64_t stride, int tokens, float4 (&sums)[TILES][GROUPS]) {
+  if constexpr (SAME<T, E4M3>) {
+    add_span_e4m3<TILES, GROUPS, span>(weights, x, stride, tokens, sums);
+    return;
+  } else {
+    uint4 operands[TILES][2];
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) decode_span<T, BITS, span>(weights[tile], operands[tile]);
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      const uint4 here = group * TOKENS < tokens
+                             ? *reinterpret_cast<const uint4*>(x + group * TOKENS * stride + span * SPAN)
+                             : zeros();
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        float4 dot = make_float4(0, 0, 0, 0), &sum = sums[tile][group];
+        T::mma(dot, operands[tile][0], make_uint2(here.x, here.y));
+        T::mma(dot, operands[tile][1], make_uint2(here.z, here.w));
+        const float2 scales = weights[tile].rows[span].scales;
+        sum.x = fmaf(dot.x, scales.x, sum.x);
+        sum.y = fmaf(dot.y, scales.x, sum.y);
+        sum.z = fmaf(dot.z, scales.y, sum.z);
+        sum.w = fmaf(dot.w, scales.y, sum.w);
+      }
     }
   }
 }
 
 /* Writes a tile's results of eight tokens: a lane has two tokens of rows g and g + 8. */
+template <class T>
 __device__ __forceinline__ void store_results(const BlockLinear& p, int tile, int first_token, float4 sum) {
   const int lane = threadIdx.x % WARP, row = tile * TILE + lane / 4, token = first_token + lane % 4 * 2;
   const int64_t N = p.weight.N;
+  if constexpr (SAME<T, E4M3>) {
+    const float2 scales = row < N ? scales_at(p.weight, tile * (TILE / 2) + lane / 4) : make_float2(1, 1);
+    const float first = token < p.M ? p.x_scales[token] : 1, second = token + 1 < p.M ? p.x_scales[token + 1] : 1;
+    sum = make_float4(sum.x * scales.x * first, sum.y * scales.x * second, sum.z * scales.y * first,
+                      sum.w * scales.y * second);
+  }
   if (row < p.weight.N) {
     const float bias = p.bias ? p.bias[row] : 0;
     if (token < p.M) p.y[token * N + row] = sum.x + bias;
@@ -83,7 +129,7 @@ __device__ __forceinline__ void store_results(const BlockLinear& p, int tile, in
 }
 
 /* Results of the warps are added in shared memory, ADDED tiles at a time, a lane's four as one. */
-template <int TILES, int GROUPS>
+template <class T, int TILES, int GROUPS>
 __device__ __forceinline__ void add_warps(const BlockLinear& p, int first_tile, int first_token,
                                           const float4 (&sums)[TILES][GROUPS]) {
   LinearMemory& memory = shared_memory<LinearMemory>();
@@ -103,7 +149,7 @@ __device__ __forceinline__ void add_warps(const BlockLinear& p, int first_tile, 
       const float4 more = memory.sums[warp][other][lane];
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
-    store_results(p, first_tile + i / GROUPS, first_token + i % GROUPS * TOKENS, sum);
+    store_results<T>(p, first_tile + i / GROUPS, first_token + i % GROUPS * TOKENS, sum);
   }
 }
 
@@ -113,13 +159,13 @@ __device__ __forceinline__ void block_linear(const BlockLinear& p) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const int first_tile = (int)blockIdx.x * TILES, first_token = (int)blockIdx.y * GROUPS * TOKENS;
   const int chunks = parts_of(w.K, CHUNK), tokens = p.M - first_token - g; /* from this lane's on */
-  const uint16_t* x = static_cast<const uint16_t*>(p.x) + (int64_t)(first_token + g) * w.K + 8 * t;
+  const auto* x = static_cast<const typename T::Element*>(p.x) + (int64_t)(first_token + g) * w.K + 8 * t;
 
   WeightChunk<BITS> ahead[DEPTH][TILES];
   const auto load = [&](int chunk, WeightChunk<BITS>(&to)[TILES]) {
 #pragma unroll
     for (int i = 0; i < TILES; i++)
-      if (chunk < chunks) load_chunk(w, first_tile + i, chunks, chunk, to[i]);
+      if (chunk < chunks) load_chunk<T>(w, first_tile + i, chunks, chunk, to[i]);
   };
 
   float4 sums[TILES][GROUPS];
@@ -138,42 +184,48 @@ __device__ __forceinline__ void block_linear(const BlockLinear& p) {
       load(chunk + DEPTH * WARPS, ahead[i]);
     }
   }
-  add_warps(p, first_tile, first_token, sums);
+  add_warps<T>(p, first_tile, first_token, sums);
 }
 
 /* Many tokens: a block has 128 outputs of 128 tokens. A warp has 32 of these outputs and 64 of the tokens, and passes all
    channels in the order in which the kernel above adds them up: the chunks of its first warp, then those of its second. So
    the bits are the same. A chunk's activations are staged in shared memory, while registers take the next one's. */
-enum { MANY_TILES = 8, MANY_TOKENS = 128, WARP_TILES = 2, WARP_GROUPS = 8, PIECES = CHUNK / 8, STAGED = 4 };
+enum { MANY_TILES = 8, MANY_TOKENS = 128, WARP_TILES = 2, WARP_GROUPS = 8 };
 
+template <class T>
 struct ManyMemory {
-  uint4 x[MANY_TOKENS][PIECES + 4];                    /* rows at a distance that avoids bank conflicts */
+  /* Of 16 bytes: of a row of a chunk, and of those that a thread stages. */
+  enum { PIECES = CHUNK * sizeof(typename T::Element) / 16, STAGED = MANY_TOKENS * PIECES / (WARPS * WARP) };
+  uint4 x[MANY_TOKENS][PIECES + PIECES / 2];           /* rows at a distance that avoids bank conflicts */
   float4 total[WARPS][WARP_TILES * WARP_GROUPS][WARP]; /* of the channels of earlier warps above */
 };
 
 template <class T, int BITS>
 __device__ __forceinline__ void block_linear_many(const BlockLinear& p) {
-  ManyMemory& memory = shared_memory<ManyMemory>();
+  using Element = typename T::Element;
+  enum { PIECES = ManyMemory<T>::PIECES, STAGED = ManyMemory<T>::STAGED };
+  ManyMemory<T>& memory = shared_memory<ManyMemory<T>>();
   const Weight& w = p.weight;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const int first_tile = (int)blockIdx.x * MANY_TILES + warp / 2 * WARP_TILES,
             first_token = (int)blockIdx.y * MANY_TOKENS;
   const int chunks = parts_of(w.K, CHUNK), token = warp % 2 * WARP_GROUPS * TOKENS + g; /* this lane's, in the block */
   const bool here = first_tile * TILE < w.N;
-  const uint16_t* x = reinterpret_cast<const uint16_t*>(memory.x[token]) + 8 * t;
+  const Element* x = reinterpret_cast<const Element*>(memory.x[token]) + 8 * t;
+  const int row_pieces = w.K * (int)sizeof(Element) / 16;
 
   WeightChunk<BITS> weights[WARP_TILES];
   uint4 staged[STAGED];
   const auto load = [&](int chunk) {
 #pragma unroll
     for (int i = 0; i < WARP_TILES; i++)
-      if (here) load_chunk(w, first_tile + i, chunks, chunk, weights[i]);
+      if (here) load_chunk<T>(w, first_tile + i, chunks, chunk, weights[i]);
 #pragma unroll
     for (int i = 0; i < STAGED; i++) {
       const int at = i * WARPS * WARP + threadIdx.x, row = first_token + at / PIECES,
                 piece = chunk * PIECES + at % PIECES;
-      const uint32_t from = (uint32_t)row * (uint32_t)(w.K / 8) + (uint32_t)piece; /* in 16 bytes: fits 32 bits */
-      staged[i] = row < p.M && piece < w.K / 8 ? static_cast<const uint4*>(p.x)[from] : zeros();
+      const uint32_t from = (uint32_t)row * (uint32_t)row_pieces + (uint32_t)piece; /* in 16 bytes: fits 32 bits */
+      staged[i] = row < p.M && piece < row_pieces ? static_cast<const uint4*>(p.x)[from] : zeros();
     }
   };
 
@@ -198,7 +250,7 @@ __device__ __forceinline__ void block_linear_many(const BlockLinear& p) {
     chunk = last ? first : chunk + WARPS;
     if (first < WARPS && chunk < chunks) load(chunk);
     if (!here) continue;
-    const int64_t stride = sizeof(memory.x[0]) / 2; /* of 16-bit floats */
+    const int64_t stride = sizeof(memory.x[0]) / (sizeof(Element));
     add_span<T, BITS, WARP_TILES, WARP_GROUPS, 0>(now, x, stride, MANY_TOKENS, sums);
     if (both) add_span<T, BITS, WARP_TILES, WARP_GROUPS, 1>(now, x, stride, MANY_TOKENS, sums);
     if (!last) continue;
@@ -211,8 +263,8 @@ __device__ __forceinline__ void block_linear_many(const BlockLinear& p) {
   }
 #pragma unroll
   for (int i = 0; i < WARP_TILES * WARP_GROUPS; i++)
-    store_results(p, first_tile + i / WARP_GROUPS, first_token + token - g + i % WARP_GROUPS * TOKENS,
-                  memory.total[warp][i][lane]);
+    store_results<T>(p, first_tile + i / WARP_GROUPS, first_token + token - g + i % WARP_GROUPS * TOKENS,
+                     memory.total[warp][i][lane]);
 }
 
 /* Tiles of 16 outputs, groups of 8 tokens, chunks ahead: launch.cpp chooses by the number of tokens. */
@@ -242,6 +294,9 @@ BLOCK_LINEARS(F16, 8, 4)
 #endif
 #if SELECTED(LINEAR_F16_16)
 BLOCK_LINEARS(F16, 16, 2)
+#endif
+#if SELECTED(LINEAR_E4M3_8)
+BLOCK_LINEARS(E4M3, 8, 4)
 #endif
 #if SELECTED(LINEAR_BF16_4)
 BLOCK_LINEARS(BF16, 4, 4)

@@ -142,6 +142,7 @@ static int take_memory(Engine* e) {
     if (piece->offset >= s->activations && piece->offset < s->activations_end)
       CALL(cuMemsetD8Async, e->arena + piece->offset, 0xff, piece->bytes, e->stream);
   }
+  CALL(cuMemsetD8Async, e->arena + s->zeros, 0, s->zeros_bytes, e->stream);
   for (int i = 0; i < s->upload_count; i++)
     CALL(cuMemcpyHtoDAsync_v2, e->arena + s->uploads[i].offset, s->uploads[i].from, s->uploads[i].bytes, e->stream);
   CALL(cuStreamSynchronize, e->stream);
@@ -172,16 +173,19 @@ static void place(Engine* e, Operation* o) {
     case GATHER: place(e, o->gather.weight), place(e, o->gather.y); break;
     case NORM:
       place(e, o->norm.a), place(e, o->norm.b), place(e, o->norm.weight), place(e, o->norm.sum), place(e, o->norm.y);
+      place(e, o->norm.scales);
       break;
-    case GATED: place(e, o->gated.x), place(e, o->gated.y); break;
+    case GATED: place(e, o->gated.x), place(e, o->gated.y), place(e, o->gated.scales); break;
+    case QUANTIZE: place(e, o->quantize.x), place(e, o->quantize.y), place(e, o->quantize.scales); break;
     case LINEAR:
-      place(e, o->linear.weight), place(e, o->linear.x), place(e, o->linear.bias), place(e, o->linear.y);
+      place(e, o->linear.weight), place(e, o->linear.x), place(e, o->linear.x_scales), place(e, o->linear.bias),
+          place(e, o->linear.y);
       break;
     case ATTENTION: {
       Attention& a = o->attention;
       place(e, a.qkv), place(e, a.cosines), place(e, a.sines), place(e, a.key_cache), place(e, a.value_cache);
       place(e, a.key_scales), place(e, a.value_scales), place(e, a.query), place(e, a.part_sums);
-      place(e, a.part_rows), place(e, a.y), place(e, a.query_norm), place(e, a.key_norm);
+      place(e, a.part_rows), place(e, a.ended), place(e, a.y), place(e, a.query_norm), place(e, a.key_norm);
       break;
     }
     case ARGMAX:
@@ -232,6 +236,7 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
       o->norm.count = rows, o->norm.M = step->M;
       return tapeout_cuda_norm(&o->norm, launches);
     case GATED: o->gated.M = rows; return tapeout_cuda_gated(&o->gated, launches);
+    case QUANTIZE: o->quantize.M = rows; return tapeout_cuda_quantize(&o->quantize, launches);
     case LINEAR:
       o->linear.M = rows;
       return tapeout_cuda_block_linear(&o->linear, o->bfloat16, e->many_blocks, launches);

@@ -7,7 +7,7 @@
 /* Why something failed. */
 enum Failure { NO_DRIVER = 1, OLD_DRIVER, NO_GPU, NO_MACHINE_CODE, NO_MEMORY, DRIVER_ERROR, WRONG_PLAN, OVERWRITTEN };
 
-enum Kind { GATHER, NORM, GATED, LINEAR, ATTENTION, ARGMAX };
+enum Kind { GATHER, NORM, GATED, LINEAR, ATTENTION, ARGMAX, QUANTIZE };
 
 /* An operation, which launches one kernel or a few. Pointers of its parameters are offsets in the arena, and 0 is none;
    counts of tokens and inputs of the step are set when it runs. wanted: it has tokens whose results are wanted. */
@@ -20,6 +20,7 @@ typedef struct {
     BlockLinear linear;
     Attention attention;
     Argmax argmax;
+    Quantize quantize;
   };
 } Operation;
 
@@ -54,6 +55,7 @@ typedef struct {
   uint64_t tokens, logits;               /* where its results lie: chosen tokens, and logits */
   uint64_t result_bytes;                 /* of a step, at most */
   uint64_t activations, activations_end; /* pieces from here to there start as NaNs */
+  uint64_t zeros, zeros_bytes;           /* but for these */
   int32_t operation_count, piece_count, upload_count, cache_count, bucket_count;
   int32_t columns;    /* of a block table */
   int32_t vocabulary; /* logits of a token */

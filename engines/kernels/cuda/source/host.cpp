@@ -241,6 +241,31 @@ void meet_mma_bf16(Lane* lanes) {
   meet_mma<bf16_to_float>(lanes);
 }
 
+/* The same of 32 channels in bytes. */
+static float e4m3_to_float(uint32_t code) {
+  const uint32_t exponent = code >> 3 & 15, mantissa = code & 7;
+  if (exponent == 15 && mantissa == 7) return NAN;
+  const float magnitude = ldexpf((float)(exponent ? 8 + mantissa : mantissa), (exponent ? (int)exponent : 1) - 10);
+  return code & 128 ? -magnitude : magnitude;
+}
+void meet_mma_e4m3(Lane* lanes) {
+  float a[16][32], b[32][8];
+  for (int i = 0; i < LANES; i++) {
+    const int group = i / 4, four = i % 4 * 4;
+    for (int j = 0; j < 16; j++)
+      a[group + j / 4 % 2 * 8][four + j % 4 + j / 8 * 16] = e4m3_to_float(lanes[i].in[j / 4] >> 8 * (j % 4) & 255);
+    for (int j = 0; j < 8; j++)
+      b[four + j % 4 + j / 4 * 16][group] = e4m3_to_float(lanes[i].in[4 + j / 4] >> 8 * (j % 4) & 255);
+  }
+  for (int i = 0; i < LANES; i++)
+    for (int j = 0; j < 4; j++) {
+      const int row = i / 4 + j / 2 * 8, n = i % 4 * 2 + j % 2;
+      float c = __uint_as_float(lanes[i].in[6 + j]);
+      for (int k = 0; k < 32; k++) c += a[row][k] * b[k][n];
+      lanes[i].out[j] = __float_as_uint(c);
+    }
+}
+
 /* order: 0 first thread first, 1 last first, else shuffled by this number. */
 static void set_order(unsigned order) {
   Scheduler* s = scheduler;

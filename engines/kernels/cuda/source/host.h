@@ -89,6 +89,17 @@ inline uint32_t load_once(const uint32_t* from) {
   return *from;
 }
 
+/* Blocks run one after the other. */
+inline float2 load_of_others(const float2* from) {
+  return *from;
+}
+inline uint32_t atomicAdd(uint32_t* to, uint32_t x) {
+  const uint32_t before = *to;
+  *to += x;
+  return before;
+}
+inline void __threadfence() {}
+
 inline float exp2_approx(float x) {
   return exp2f(x);
 }
@@ -159,6 +170,7 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 
 void meet_mma_f16(Lane* lanes);
 void meet_mma_bf16(Lane* lanes);
+void meet_mma_e4m3(Lane* lanes);
 inline void mma(Meeting meeting, float4& c, const uint4& a, const uint2& b) {
   const uint32_t in[10] = {a.x,
                            a.y,
@@ -177,6 +189,10 @@ inline void mma_f16(float4& c, const uint4& a, const uint2& b) {
 }
 inline void mma_bf16(float4& c, const uint4& a, const uint2& b) {
   mma(meet_mma_bf16, c, a, b);
+}
+
+inline void mma_e4m3(float4& c, const uint4& a, const uint2& b) {
+  mma(meet_mma_e4m3, c, a, b);
 }
 
 void meet_shuffle(Lane* lanes);

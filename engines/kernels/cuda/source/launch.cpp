@@ -25,10 +25,11 @@ static void set(Launch* launch, const void* parameters, uint32_t x, uint32_t y, 
    that makes blocks for half of a GPU or more. */
 int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_blocks, Launch* launch) {
   const uint32_t groups = p->M <= 8 ? 1 : p->M <= 16 ? 2 : p->M <= 32 ? 4 : 8, tiles = groups < 4 ? 1 : 2;
-  const char* type = bfloat16 ? "BF16" : "F16";
+  const char* type = p->weight.e4m3 ? "E4M3" : bfloat16 ? "BF16" : "F16";
   if (p->M > 64 && parts(p->weight.N, 128) * parts(p->M, 128) >= many_blocks) {
     snprintf(launch->kernel, sizeof launch->kernel, "block_linear_%s_%d_many", type, p->weight.bits);
-    set(launch, p, parts(p->weight.N, 128), parts(p->M, 128), 1, 256, 128 * 192 + 8 * 16 * WARP_BYTES);
+    set(launch, p, parts(p->weight.N, 128), parts(p->M, 128), 1, 256,
+        (p->weight.e4m3 ? 128 * 96 : 128 * 192) + 8 * 16 * WARP_BYTES);
     return 1;
   }
   snprintf(launch->kernel, sizeof launch->kernel, "block_linear_%s_%d_%u", type, p->weight.bits, groups);
@@ -39,11 +40,22 @@ int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_
 
 int tapeout_cuda_norm(const Norm* p, Launch* launch) {
   snprintf(launch->kernel, sizeof launch->kernel, "norm_rows");
-  set(launch, p, (uint32_t)p->count, 1, 1, 256, 8 * sizeof(float));
+  set(launch, p, (uint32_t)p->count, 1, 1, 256, 2 * 8 * sizeof(float));
+  return 1;
+}
+
+int tapeout_cuda_quantize(const Quantize* p, Launch* launch) {
+  snprintf(launch->kernel, sizeof launch->kernel, "quantize_rows");
+  set(launch, p, (uint32_t)p->M, 1, 1, 256, 8 * sizeof(float));
   return 1;
 }
 
 int tapeout_cuda_gated(const Gated* p, Launch* launch) {
+  if (p->scales) {
+    snprintf(launch->kernel, sizeof launch->kernel, "gated_codes");
+    set(launch, p, (uint32_t)p->M, 1, 1, 256, 8 * sizeof(float));
+    return 1;
+  }
   snprintf(launch->kernel, sizeof launch->kernel, "gated_rows");
   set(launch, p, parts(p->K, 4 * 256), (uint32_t)p->M, 1, 256, 0);
   return 1;
@@ -63,22 +75,20 @@ int tapeout_cuda_argmax(const Argmax* p, Launch* launches) {
   return 2;
 }
 
-/* Sequences of few new tokens are cut into parts, which are then combined; others are prompts. */
+/* Sequences of few new tokens are cut into parts; others are prompts. */
 int tapeout_cuda_attention(const Attention* p, Launch* launches) {
-  const char* cache = p->key_scales ? "Int8" : "Half";
+  const char* cache = !p->key_scales ? "Half" : p->fp8 ? "Fp8" : "Int8";
   const uint32_t group = (uint32_t)(p->H / p->KV), D = (uint32_t)p->D, KV = (uint32_t)p->KV, B = (uint32_t)p->B;
   Launch* launch = launches;
-  snprintf(launch->kernel, sizeof launch->kernel, "rotary_cache_%s", cache);
-  set(launch++, p, (uint32_t)p->M, parts(p->H + 2 * p->KV, 8), 1, 256, 0);
   if (p->few_tokens > 0) {
     const uint32_t rows = least((uint32_t)p->few_tokens, (uint32_t)p->most_tokens) * group;
     snprintf(launch->kernel, sizeof launch->kernel, "attention_parts_%s_%u", cache, D);
     set(launch++, p, (uint32_t)p->parts * parts(rows, 16), KV, B, 256,
-        4 * 8 * WARP_BYTES + 2 * 8 * 16 * 4 + 16 * D * 4);
-    snprintf(launch->kernel, sizeof launch->kernel, "attention_combine");
-    set(launch++, p, parts((int64_t)p->M * p->H, 4), 1, 1, 128, 0);
+        4 * 8 * WARP_BYTES + 2 * 8 * 16 * 4 + 16 * D * 4 + 16);
   }
   if (p->most_tokens > p->few_tokens) {
+    snprintf(launch->kernel, sizeof launch->kernel, "rotary_cache_%s", cache);
+    set(launch++, p, (uint32_t)p->M, parts(p->H + 2 * p->KV, 8), 1, 256, 0);
     const uint32_t split = D > 128 ? 2 : 1;
     snprintf(launch->kernel, sizeof launch->kernel, "attention_prompt_%s_%u", cache, D);
     set(launch++, p, parts((int64_t)p->most_tokens * group, 64 / split), KV, B, 128,

@@ -20,6 +20,7 @@ extern "C" {
 #endif
 EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_blocks, Launch* launch);
 EXPORTED int tapeout_cuda_norm(const Norm* p, Launch* launch);
+EXPORTED int tapeout_cuda_quantize(const Quantize* p, Launch* launch);
 EXPORTED int tapeout_cuda_gated(const Gated* p, Launch* launch);
 EXPORTED int tapeout_cuda_block_gather(const BlockGather* p, Launch* launch);
 EXPORTED int tapeout_cuda_argmax(const Argmax* p, Launch* launches);

@@ -8,24 +8,35 @@
 #include <stdint.h>
 #endif
 
-/* A weight [N, K] in groups of codes, packed by packing.py; of 16 bits: in half, without scales. */
+/* A weight [N, K] in groups of codes, packed by packing.py; of 16 bits: in half, without scales. Codes in E4M3 have 8 bits,
+   and a scale for each row: one group. */
 typedef struct {
   const uint8_t* codes;       /* [tiles, chunks, 128 * bits] */
   const void* scales;         /* [tiles, groups, 16] half or float: rows 0, 8, 1, 9, ... of a tile */
   const uint8_t* zero_points; /* the same of bytes; NULL: the middle code */
   int32_t N, K, bits;
   int32_t group_shift; /* 2 to this are the input channels that share a scale: 32 or more, a divisor of K */
-  int32_t half_scales;
+  int32_t half_scales, e4m3;
 } Weight;
 
 /* y = x · weightᵀ + bias */
 typedef struct {
   Weight weight;
-  const void* x;     /* [M, K] 16-bit floats */
-  const float* bias; /* [N] or NULL */
-  float* y;          /* [M, N] */
+  const void* x;         /* [M, K] 16-bit floats, or codes beside a weight in E4M3: those of Quantize */
+  const float* x_scales; /* [M] of codes */
+  const float* bias;     /* [N] or NULL */
+  float* y;              /* [M, N] */
   int32_t M;
 } BlockLinear;
+
+/* 16-bit floats [M, K] as codes in E4M3 with a scale for each token, so that its largest is 448. Of each four channels the
+   second and the third are exchanged: so lie those of a weight. */
+typedef struct {
+  const void* x;
+  uint8_t* y;    /* [M, K] */
+  float* scales; /* [M] */
+  int32_t M, K, bfloat16;
+} Quantize;
 
 /* y = RMSNorm(a + b) * weight, of all tokens or of some */
 typedef struct {
@@ -33,7 +44,8 @@ typedef struct {
   const float* weight;           /* [K] */
   const int64_t* rows;           /* [count] tokens; NULL: all */
   float* sum;                    /* [count, K] a + b; or NULL */
-  void* y;                       /* [count, K] 16-bit floats */
+  void* y;                       /* [count, K] 16-bit floats, or codes as those of Quantize */
+  float* scales;                 /* [count] of codes; NULL: 16-bit floats */
   int32_t count, M, K, bfloat16; /* bfloat16: the type of y; else half */
   float epsilon;
 } Norm;
@@ -41,7 +53,8 @@ typedef struct {
 /* y = silu(first half) * second half */
 typedef struct {
   const float* x; /* [M, 2 K] */
-  void* y;        /* [M, K] 16-bit floats */
+  void* y;        /* [M, K] as of Norm */
+  float* scales;  /* [M] */
   int32_t M, K, bfloat16;
 } Gated;
 
@@ -69,15 +82,17 @@ enum { ARGMAX_PARTS = 32 };
 typedef struct {
   const float* qkv;                        /* [M, (H + 2 KV) D] */
   const float *cosines, *sines;            /* [positions, D / 2]; NULL: no RoPE */
-  void *key_cache, *value_cache;           /* [blocks, KV, 64, D] int8 or half */
-  const float *key_scales, *value_scales;  /* [KV, D] of int8; NULL for half */
+  void *key_cache, *value_cache;           /* [blocks, KV, 64, D] int8, E4M3 or half */
+  const float *key_scales, *value_scales;  /* [KV, D] of codes; NULL for half */
   const int32_t *offsets, *starts, *table; /* [B + 1], [B], [B, columns] */
   void* query;                             /* [M, H, D] half: rotated, times the scales of scores and of keys */
   float* part_sums;                        /* [M, H, parts, D] scratch of sequences that are cut into parts */
   float* part_rows;                   /* [M, H, parts, 2]: the largest score in powers of two, and the sum of weights */
+  uint32_t* ended;                    /* [M, H] blocks of rows that have ended: zeros, before a launch and after it */
   void* y;                            /* [M, H D] 16-bit floats */
   const float *query_norm, *key_norm; /* [D] weights of an RMSNorm of each head before RoPE; or NULL */
   int32_t M, B, columns, H, KV, D, bfloat16;
+  int32_t fp8;                 /* codes are E4M3; else int8 */
   int32_t interleaved, window; /* window: last keys that a token sees; 0: all */
   int32_t parts;               /* of ATTENTION_PART keys, of the longest sequence */
   int32_t few_tokens;          /* sequences of up to so many new tokens are cut into parts */

@@ -44,6 +44,13 @@ __device__ __forceinline__ uint32_t load_once(const uint32_t* from) {
   return x;
 }
 
+/* What other blocks of the launch wrote: from the second-level cache, which they share. */
+__device__ __forceinline__ float2 load_of_others(const float2* from) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
+  return x;
+}
+
 /* 2^x, to about two units in the last place. */
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -96,6 +103,29 @@ __device__ __forceinline__ void mma_bf16(float4& c, const uint4& a, const uint2&
       : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
+/* c += a · b of E4M3: a [16, 32], b [32, 8], as mma.m16n8k32. Before sm89 in half: a code's bits in the places of half's are
+   its value by 256. Which of 32 channels are summed together is then another, and c is 0. */
+__device__ __forceinline__ uint32_t widened_e4m3(uint32_t codes, uint32_t selector) {
+  const uint32_t pair = __byte_perm(codes, 0, selector);
+  return (pair & 0x80008000) | (pair >> 1 & 0x3f803f80);
+}
+__device__ __forceinline__ void mma_e4m3(float4& c, const uint4& a, const uint2& b) {
+#if __CUDA_ARCH__ >= 890
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+#else
+  const uint32_t low = 0x1100, high = 0x3322;
+  mma_f16(c,
+          make_uint4(widened_e4m3(a.x, low), widened_e4m3(a.y, low), widened_e4m3(a.x, high), widened_e4m3(a.y, high)),
+          make_uint2(widened_e4m3(b.x, low), widened_e4m3(b.x, high)));
+  mma_f16(c,
+          make_uint4(widened_e4m3(a.z, low), widened_e4m3(a.w, low), widened_e4m3(a.z, high), widened_e4m3(a.w, high)),
+          make_uint2(widened_e4m3(b.y, low), widened_e4m3(b.y, high)));
+  c = make_float4(c.x * 65536, c.y * 65536, c.z * 65536, c.w * 65536);
+#endif
+}
 #else
 #include "host.h"
 #endif
@@ -131,15 +161,37 @@ __device__ __forceinline__ uint32_t pair_of(float first, float second, int bfloa
   return bfloat16 ? bf16x2_of(first, second) : f16x2_of(first, second);
 }
 
-/* The two types of activations. `mma` takes operands of this type. */
+/* The types of activations. `mma` takes operands of this type. */
 struct F16 {
+  typedef uint16_t Element;
   static __device__ __forceinline__ uint32_t pair(float first, float second) { return f16x2_of(first, second); }
   static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_f16(c, a, b); }
 };
 struct BF16 {
+  typedef uint16_t Element;
   static __device__ __forceinline__ uint32_t pair(float first, float second) { return bf16x2_of(first, second); }
   static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_bf16(c, a, b); }
 };
+
+template <class A, class B>
+constexpr bool SAME = false;
+template <class A>
+constexpr bool SAME<A, A> = true;
+
+struct E4M3 {
+  typedef uint8_t Element;
+  static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_e4m3(c, a, b); }
+};
+enum { LARGEST_E4M3 = 448 };
+
+/* The nearest code in E4M3, ties to even; what is beyond the largest saturates, and so does NaN. Below 2^-6 codes are steps
+   of 2^-9. */
+__device__ __forceinline__ uint32_t e4m3_of(float x) {
+  const float magnitude = fminf(fabsf(x), (float)LARGEST_E4M3);
+  const uint32_t bits = __float_as_uint(magnitude), sign = __float_as_uint(x) >> 24 & 128;
+  const uint32_t normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+  return sign | (magnitude < 0.015625f ? (uint32_t)__float2int_rn(magnitude * 512) : normal);
+}
 
 /* The sum over the lanes of a warp, in one order: all lanes have the same bits. */
 __device__ __forceinline__ float warp_sum(float x) {

@@ -4,7 +4,11 @@
 enum { ROW_THREADS = 256, ROW_WARPS = ROW_THREADS / WARP, GATHER_THREADS = 128 };
 
 struct NormMemory {
-  float squares[ROW_WARPS];
+  float squares[ROW_WARPS], largest[ROW_WARPS];
+};
+
+struct QuantizeMemory {
+  float largest[ROW_WARPS];
 };
 
 struct ArgmaxMemory {
@@ -14,6 +18,36 @@ struct ArgmaxMemory {
 
 __device__ __forceinline__ void store_four(void* to, int64_t fourth, const float4& x, int bfloat16) {
   static_cast<uint2*>(to)[fourth] = make_uint2(pair_of(x.x, x.y, bfloat16), pair_of(x.z, x.w, bfloat16));
+}
+
+/* The larger magnitude; NaN stays. */
+__device__ __forceinline__ float larger(float largest, float x) {
+  return fabsf(x) > largest || x != x ? fabsf(x) : largest;
+}
+
+/* A row in E4M3: `value_at` gives four of its values at once. By all threads of a block. Of a row with NaN or infinity the
+   scale is NaN or infinity, and so are its results in a linear. */
+template <class Values>
+__device__ __forceinline__ void quantize_row(const Values& value_at, int fourths, float (&warps)[ROW_WARPS], void* y,
+                                             float* scales, int64_t row) {
+  float largest = 0;
+  for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) {
+    const float4 x = value_at(i);
+    largest = larger(larger(larger(larger(largest, x.x), x.y), x.z), x.w);
+  }
+  for (int distance = WARP / 2; distance; distance /= 2)
+    largest = larger(largest, __shfl_xor_sync(ALL_LANES, largest, distance));
+  if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = largest;
+  __syncthreads();
+  for (int i = 0; i < ROW_WARPS; i++) largest = larger(largest, warps[i]);
+  const float inverse = largest > 0 ? LARGEST_E4M3 / largest : 0;
+  if (threadIdx.x == 0) scales[row] = largest / LARGEST_E4M3;
+  for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) {
+    const float4 x = value_at(i);
+    const uint32_t codes = e4m3_of(x.x * inverse) | e4m3_of(x.z * inverse) << 8 | e4m3_of(x.y * inverse) << 16 |
+                           e4m3_of(x.w * inverse) << 24;
+    static_cast<uint32_t*>(y)[row * fourths + i] = codes;
+  }
 }
 
 /* A block for each row. The sum is made again in the second pass, from the first-level cache. */
@@ -45,11 +79,33 @@ KERNEL(norm_rows, Norm, ROW_THREADS, 4) {
   float all = 0;
   for (int i = 0; i < ROW_WARPS; i++) all += memory.squares[i];
   const float inverse = 1.0f / sqrtf(all / (float)p.K + p.epsilon);
-  for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) {
+  const auto value_at = [&](int i) {
     const float4 x = sum_at(i), w = reinterpret_cast<const float4*>(p.weight)[i];
-    const float4 y = make_float4(x.x * inverse * w.x, x.y * inverse * w.y, x.z * inverse * w.z, x.w * inverse * w.w);
-    store_four(p.y, row * fourths + i, y, p.bfloat16);
+    return make_float4(x.x * inverse * w.x, x.y * inverse * w.y, x.z * inverse * w.z, x.w * inverse * w.w);
+  };
+  if (p.scales) {
+    quantize_row(value_at, fourths, memory.largest, p.y, p.scales, row);
+    return;
   }
+  for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) store_four(p.y, row * fourths + i, value_at(i), p.bfloat16);
+}
+
+__device__ __forceinline__ float sixteen_bits(uint32_t x, int bfloat16) {
+  return bfloat16 ? __uint_as_float(x << 16) : f16_to_float((uint16_t)x);
+}
+
+/* A block for each row, of 16-bit floats. */
+KERNEL(quantize_rows, Quantize, ROW_THREADS, 4) {
+  QuantizeMemory& memory = shared_memory<QuantizeMemory>();
+  const int fourths = p.K / 4;
+  const int64_t row = blockIdx.x;
+  const uint2* x = static_cast<const uint2*>(p.x) + row * fourths;
+  const auto value_at = [&](int i) {
+    const uint2 four = x[i];
+    return make_float4(sixteen_bits(four.x, p.bfloat16), sixteen_bits(four.x >> 16, p.bfloat16),
+                       sixteen_bits(four.y, p.bfloat16), sixteen_bits(four.y >> 16, p.bfloat16));
+  };
+  quantize_row(value_at, fourths, memory.largest, p.y, p.scales, row);
 }
 
 __device__ __forceinline__ float gated(float gate, float up) {
@@ -64,6 +120,19 @@ KERNEL(gated_rows, Gated, ROW_THREADS, 4) {
   const float4 gate = x[i], up = x[fourths + i];
   const float4 y = make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w));
   store_four(p.y, row * fourths + i, y, p.bfloat16);
+}
+
+/* The same in E4M3: a block for each row. */
+KERNEL(gated_codes, Gated, ROW_THREADS, 4) {
+  QuantizeMemory& memory = shared_memory<QuantizeMemory>();
+  const int fourths = p.K / 4;
+  const int64_t row = blockIdx.x;
+  const float4* x = reinterpret_cast<const float4*>(p.x) + row * 2 * fourths;
+  const auto value_at = [&](int i) {
+    const float4 gate = x[i], up = x[fourths + i];
+    return make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w));
+  };
+  quantize_row(value_at, fourths, memory.largest, p.y, p.scales, row);
 }
 
 /* Four values of a row: half `second` of a tile, step and pair of codes. */

@@ -76,9 +76,13 @@ struct Codes<8> : Codes<4> {
     Codes<4>::load(chunk, lane);
     high = load_once(reinterpret_cast<const uint4*>(chunk + 64 * 8) + lane);
   }
+  template <int step>
+  __device__ __forceinline__ uint32_t high_word() const {
+    return step == 0 ? high.x : step == 1 ? high.y : step == 2 ? high.z : high.w;
+  }
   template <int step, int pair, int to>
   __device__ __forceinline__ uint32_t high_at() const {
-    return field<4 * pair, to, 0x000f000f>(step == 0 ? high.x : step == 1 ? high.y : step == 2 ? high.z : high.w);
+    return field<4 * pair, to, 0x000f000f>(high_word<step>());
   }
   template <int step, int pair, int to>
   __device__ __forceinline__ uint32_t at() const {
@@ -176,16 +180,17 @@ __device__ __forceinline__ int groups_of(const Weight& w) {
   return ((w.K - 1) >> w.group_shift) + 1;
 }
 
+__device__ __forceinline__ float2 scales_at(const Weight& w, int at) {
+  if (!w.half_scales) return static_cast<const float2*>(w.scales)[at];
+  const uint32_t both = static_cast<const uint32_t*>(w.scales)[at];
+  return make_float2(f16_to_float((uint16_t)both), f16_to_float((uint16_t)(both >> 16)));
+}
+
 template <int BITS>
 __device__ __forceinline__ RowPair load_rows(const Weight& w, int tile, int channel, int g) {
   RowPair rows;
   const int at = (tile * groups_of(w) + (smaller(channel, w.K - 1) >> w.group_shift)) * (TILE / 2) + g;
-  if (w.half_scales) {
-    const uint32_t both = static_cast<const uint32_t*>(w.scales)[at];
-    rows.scales = make_float2(f16_to_float((uint16_t)both), f16_to_float((uint16_t)(both >> 16)));
-  } else {
-    rows.scales = static_cast<const float2*>(w.scales)[at];
-  }
+  rows.scales = scales_at(w, at);
   const uint32_t middle = 0x0101 << (BITS - 1);
   rows.zero_points = w.zero_points ? reinterpret_cast<const uint16_t*>(w.zero_points)[at] : middle;
   return rows;
