@@ -97,11 +97,15 @@ class CompiledEngine(Frozen):
 
 
 class LinearOutput(Frozen):
-    """A linear of the lowered graph: its output value, and the parameters merged in it with their output channels."""
+    """A linear of the lowered graph: its output value, and the parameters merged in it with their output channels.
+
+    ``parts``: of each head, in the checkpoint; the value has one part of all heads after the other. Empty: one order.
+    """
 
     value: str
     weights: tuple[str, ...]
     rows: tuple[int, ...]
+    parts: tuple[int, ...] = ()
 
 
 class LoweredRecord(Record):

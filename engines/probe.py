@@ -57,6 +57,8 @@ class OrtProbe:
         outputs: dict[str, FloatArray] = {}
         for linear in self._record.linear_outputs:
             stacked = values[linear.value].reshape(count, -1)
+            if linear.parts:
+                stacked[:] = by_head(stacked, linear.parts)
             edges = np.cumsum((0, *linear.rows))
             for weight, begin, end in zip(linear.weights, edges, edges[1:], strict=False):
                 outputs[weight] = stacked[:, begin:end]
@@ -113,6 +115,17 @@ class OrtProbe:
             ids = np.arange(first, min(first + IDS_AT_ONCE, vocabulary), dtype=np.int64)[None]
             (found,) = session.run(None, {"input_ids": ids})
             yield np.asarray(found, np.float32).reshape(ids.size, -1)
+
+
+def by_head(values: FloatArray, parts: Sequence[int]) -> FloatArray:
+    """Columns ``[T, G·W]`` of one part of all G heads after the other, as those of one head after the other.
+
+    >>> by_head(np.array([[0, 3, 1, 2, 4, 5]], np.float32), (1, 2))
+    array([[0., 1., 2., 3., 4., 5.]], dtype=float32)
+    """
+    heads = values.shape[1] // sum(parts)
+    apart = np.split(values, np.cumsum(parts)[:-1] * heads, axis=1)
+    return np.concatenate([part.reshape(len(values), heads, -1) for part in apart], axis=2).reshape(values.shape)
 
 
 def _until_embedding(model: onnx.ModelProto) -> onnx.ModelProto:
