@@ -57,6 +57,7 @@ def build(
     slots: int,
     kv_scales: Mapping[str, NDArray[np.float32]],
     kv_bits: int = 8,
+    recurrent_dtype: str = "float32",
     activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
     parents: Parents,
@@ -65,15 +66,24 @@ def build(
     """Lower the graph and write it as the target's artifact: a bundle that runs, or what its compiler is given.
 
     ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache. ``kv_bits``: of the codes
-    that the scales are for. ``activation_max``: largest calibrated ``|x|`` per linear group; it and ``qdq`` are for
+    that the scales are for. ``recurrent_dtype``: of the state of recurrences.
+    ``activation_max``: largest calibrated ``|x|`` per linear group; it and ``qdq`` are for
     precisions that need them. :class:`BuildError` if the target cannot hold such a cache, or no linear can take the
     precision.
     """
     lowering = lowering_for(
-        target, graph, weights, precision, kv_scales=kv_scales, kv_bits=kv_bits, activation_max=activation_max, qdq=qdq
+        target,
+        graph,
+        weights,
+        precision,
+        kv_scales=kv_scales,
+        kv_bits=kv_bits,
+        recurrent_dtype=recurrent_dtype,
+        activation_max=activation_max,
+        qdq=qdq,
     )
     kv_dtype = f"int{kv_bits}" if kv_scales else FLOAT_KV_DTYPES[lowering.float_type]
-    state = graph_state(lowering.model.graph, kv_dtype)
+    state = graph_state(lowering.model.graph, kv_dtype, recurrent_dtype)
     reports = lower(lowering, target.passes().every, progress)
     _require_state(lowering.model, state, target.name)
     _require_precision(reports, precision)
@@ -94,6 +104,7 @@ def lowering_for(
     *,
     kv_scales: Mapping[str, NDArray[np.float32]],
     kv_bits: int = 8,
+    recurrent_dtype: str = "float32",
     activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
 ) -> Lowering:
@@ -112,6 +123,7 @@ def lowering_for(
         target.kernels,
         dict(kv_scales),
         kv_bits,
+        recurrent_dtype,
         float_type=target.capabilities.precision(precision).float_type,
         precision=precision,
         activation_max=dict(activation_max or {}),
@@ -302,6 +314,6 @@ def _require_state(model: ir.Model, state: Sequence[LayerState], target: str) ->
         if dtype and value.dtype != CACHE_TYPES[dtype]:
             raise BuildError(
                 f"{value.name} is {value.dtype} after the passes of {target}",
-                expected=f"{CACHE_TYPES[dtype]}, for a KV cache in {dtype}",
-                remedy="set plan.kv_cache.dtype to float32, or build for a target with such a cache",
+                expected=f"{CACHE_TYPES[dtype]}, for state in {dtype}",
+                remedy="set plan.kv_cache.dtype and plan.recurrent_state to float32, or build for a target that has it",
             )

@@ -434,7 +434,12 @@ class Measurement:
 
         quantized = _quantized()
         target = find_target(self.bundle("candidate").record.target)
-        return quantized, QuantizedReference(quantized.folder, int8_activations=target.capabilities.int8_activations)
+        reference = QuantizedReference(
+            quantized.folder,
+            int8_activations=target.capabilities.int8_activations,
+            recurrent_state=quantized.record.recurrent_state,
+        )
+        return quantized, reference
 
     def head(self) -> str:
         return next(group.members[0] for group in _graph().record.groups if group.name == "lm_head")

@@ -11,6 +11,8 @@ from engines.kernels.cpu import LEVELS, all_native
 from engines.kernels.operators import OPERATORS
 from engines.load import load
 from engines.sequences import Sequences, SlotEntry
+from runtime.engine.opening import open_bundle
+from runtime.wire.start import EngineSettings
 from tapeout.recipe import Rule
 from tapeout.schemes import Scheme
 from tests.family_engines import Made, difference_from_checkpoint, make, words
@@ -22,11 +24,13 @@ SMALL = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 # Around experts, which take tokens without their batch.
 SHAPES = {"qwen3_next": {"Concat", "Reshape", "Shape"}}
 SEQUENCES = 4
+HALF = ("qwen3_5", "mamba2")  # also with states in bfloat16
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*((name, "float32") for name in FAMILIES), *((n, "bfloat16") for n in HALF)])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make(request.param, tmp_path_factory.mktemp(request.param), RULES)
+    name, state = request.param
+    return make(name, tmp_path_factory.mktemp(name), RULES, state)
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +66,16 @@ def test_tokens_are_the_same_to_the_bit_in_any_cut_and_batch_by_any_threads(
         )
         for whole, begin, end in zip(alone, first, reversed(rest), strict=True):
             assert (whole[:cut] == begin).all() and (whole[cut:] == end).all()
+
+
+@pytest.mark.parametrize("kv_bytes", [None, 1 << 20])
+def test_an_engine_is_opened_with_snapshots_for_a_share_of_its_memory(made: Made, kv_bytes: int | None) -> None:
+    io = made.bundle.record.io
+    settings = EngineSettings(threads=1, slots=3, kv_bytes=kv_bytes, snapshot_share=0.25)
+    with closing(open_bundle(made.bundle.folder, settings).engine) as engine:
+        has = engine.capabilities
+    each = io.token_bytes * io.max_tokens + io.slot_bytes
+    sequences = 3 if kv_bytes is None else (kv_bytes - (kv_bytes // 4 // io.slot_bytes) * io.slot_bytes) // each
+    snapshots = has.slots - sequences
+    memory = kv_bytes or sequences * each + snapshots * io.slot_bytes
+    assert abs(snapshots * io.slot_bytes - memory / 4) <= io.slot_bytes
