@@ -60,6 +60,16 @@ class IOContract(Frozen):
         each = self.token_bytes * self.max_tokens + self.slot_bytes * (SEQUENCE_SLOTS if snapshots is None else 1)
         return max(0, memory_bytes - (snapshots or 0) * self.slot_bytes) // each
 
+    def snapshots_in(self, share: float, sequences: int, memory_bytes: int | None = None) -> int:
+        """Snapshots of recurrent state that fit a share of ``memory_bytes``, or of all state that an engine for so many
+        sequences holds. 0 where the model has no such state.
+        """
+        if not self.slot_bytes:
+            return 0
+        others = sequences * (self.token_bytes * self.max_tokens + self.slot_bytes)
+        held = others * share / (1 - share) if memory_bytes is None else memory_bytes * share
+        return int(held // self.slot_bytes)
+
 
 class Profile(Frozen):
     """Shapes one optimization profile of a compiled engine covers."""
@@ -97,11 +107,15 @@ class CompiledEngine(Frozen):
 
 
 class LinearOutput(Frozen):
-    """A linear of the lowered graph: its output value, and the parameters merged in it with their output channels."""
+    """A linear of the lowered graph: its output value, and the parameters merged in it with their output channels.
+
+    ``parts``: of each head, in the checkpoint; the value has one part of all heads after the other. Empty: one order.
+    """
 
     value: str
     weights: tuple[str, ...]
     rows: tuple[int, ...]
+    parts: tuple[int, ...] = ()
 
 
 class LoweredRecord(Record):

@@ -58,6 +58,7 @@ def build(
     slots: int,
     kv_scales: Mapping[str, NDArray[np.float32]],
     kv_dtype: str = "int8",
+    recurrent_dtype: str = "float32",
     activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
     parents: Parents,
@@ -66,9 +67,9 @@ def build(
     """Lower the graph and write it as the target's artifact: a bundle that runs, or what its compiler is given.
 
     ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache. ``kv_dtype``: of the
-    codes that the scales are for. ``activation_max``: largest calibrated ``|x|`` per linear group; it and ``qdq`` are
-    for precisions that need them. :class:`BuildError` if the target cannot hold such a cache, or no linear can take
-    the precision.
+    codes that the scales are for. ``recurrent_dtype``: of the state of recurrences. ``activation_max``: largest
+    calibrated ``|x|`` per linear group; it and ``qdq`` are for precisions that need them. :class:`BuildError` if the
+    target cannot hold such a cache, or no linear can take the precision.
     """
     lowering = lowering_for(
         target,
@@ -77,10 +78,12 @@ def build(
         precision,
         kv_scales=kv_scales,
         kv_dtype=kv_dtype,
+        recurrent_dtype=recurrent_dtype,
         activation_max=activation_max,
         qdq=qdq,
     )
-    state = graph_state(lowering.model.graph, kv_dtype if kv_scales else FLOAT_KV_DTYPES[lowering.float_type])
+    cached = kv_dtype if kv_scales else FLOAT_KV_DTYPES[lowering.float_type]
+    state = graph_state(lowering.model.graph, cached, recurrent_dtype)
     reports = lower(lowering, target.passes().every, progress)
     _require_state(lowering.model, state, target.name)
     _require_precision(reports, precision)
@@ -101,6 +104,7 @@ def lowering_for(
     *,
     kv_scales: Mapping[str, NDArray[np.float32]],
     kv_dtype: str = "int8",
+    recurrent_dtype: str = "float32",
     activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
 ) -> Lowering:
@@ -119,6 +123,7 @@ def lowering_for(
         target.kernels,
         dict(kv_scales),
         kv_dtype,
+        recurrent_dtype,
         float_type=target.capabilities.precision(precision).float_type,
         precision=precision,
         activation_max=dict(activation_max or {}),
@@ -309,6 +314,6 @@ def _require_state(model: ir.Model, state: Sequence[LayerState], target: str) ->
         if dtype and value.dtype != CACHE_TYPES[dtype]:
             raise BuildError(
                 f"{value.name} is {value.dtype} after the passes of {target}",
-                expected=f"{CACHE_TYPES[dtype]}, for a KV cache in {dtype}",
-                remedy="set plan.kv_cache.dtype to float32, or build for a target with such a cache",
+                expected=f"{CACHE_TYPES[dtype]}, for state in {dtype}",
+                remedy="set plan.kv_cache.dtype and plan.recurrent_state to float32, or build for a target that has it",
             )

@@ -10,11 +10,13 @@ from tempfile import TemporaryFile
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 
 from engines.bundle import BLOCK_TABLE, GREEDY, OFFSETS, SLOTS, STARTS, EngineBundle
 from engines.kernels.cpu.serving import library_of
 from engines.protocol import FloatArray
 from engines.sessions import cpu_options, open_session
+from engines.state_buffers import as_floats, bind_state, numpy_element
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.operators import PAST
@@ -47,9 +49,14 @@ class OrtProbe:
         )
         self._session = open_session(model.SerializeToString(), self._options)
         self._names = list(dict.fromkeys(["logits", *(linear.value for linear in self._record.linear_outputs)]))
-        few = self._session.run(self._names, self._feeds([0] * FEW))
         self._states: dict[str, FloatArray] = {}
-        self._shapes = [np.asarray(value).shape for value in few]
+        binding = self._session.io_binding()
+        feeds = self._feeds([0] * FEW)
+        _bind(binding, feeds)
+        for name in self._names:
+            binding.bind_output(name, "cpu")
+        self._session.run_with_iobinding(binding)
+        self._shapes = [value.shape for value in binding.copy_outputs_to_cpu()]
 
     def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
         count = len(tokens)
@@ -57,6 +64,8 @@ class OrtProbe:
         outputs: dict[str, FloatArray] = {}
         for linear in self._record.linear_outputs:
             stacked = values[linear.value].reshape(count, -1)
+            if linear.parts:
+                stacked[:] = by_head(stacked, linear.parts)
             edges = np.cumsum((0, *linear.rows))
             for weight, begin, end in zip(linear.weights, edges, edges[1:], strict=False):
                 outputs[weight] = stacked[:, begin:end]
@@ -75,14 +84,14 @@ class OrtProbe:
             held = np.memmap(file, np.float32, "r+", shape=(starts[-1],))
         binding, values = self._session.io_binding(), dict[str, FloatArray]()
         feeds = self._feeds(tokens)
-        for name, feed in feeds.items():
-            binding.bind_cpu_input(name, feed)
+        _bind(binding, feeds)
         for name, shape, start in zip(self._names, shapes, starts, strict=False):
             values[name] = held[start : start + math.prod(shape)].reshape(shape)
             binding.bind_output(name, "cpu", 0, np.float32, shape, values[name].ctypes.data)
         self._session.run_with_iobinding(binding)
         # Operators write the state of slot 0 in place.
-        self._states = {name: feeds[f"{PAST}.{name}"][0] for name, _, _ in recurrent_buffers(self._record.io.state, 1)}
+        states = {name: feeds[f"{PAST}.{name}"][0] for name, _, _ in recurrent_buffers(self._record.io.state, 1)}
+        self._states = {name: as_floats(state) for name, state in states.items()}
         return values
 
     def states(self) -> Mapping[str, FloatArray]:
@@ -102,7 +111,7 @@ class OrtProbe:
         }
         feeds = {name: value for name, value in feeds.items() if name in io.inputs}
         buffers = [*paged_buffers(io.state, 1, count), *recurrent_buffers(io.state, 1)]
-        return feeds | {f"{PAST}.{name}": np.zeros(shape, element) for name, shape, element in buffers}
+        return feeds | {f"{PAST}.{name}": np.zeros(shape, numpy_element(element)) for name, shape, element in buffers}
 
     def embedding(self) -> Iterator[FloatArray]:
         """See :meth:`engines.target.Probe.embedding`. Runs the bundle's own graph up to there."""
@@ -113,6 +122,26 @@ class OrtProbe:
             ids = np.arange(first, min(first + IDS_AT_ONCE, vocabulary), dtype=np.int64)[None]
             (found,) = session.run(None, {"input_ids": ids})
             yield np.asarray(found, np.float32).reshape(ids.size, -1)
+
+
+def _bind(binding: ort.IOBinding, feeds: Mapping[str, np.ndarray]) -> None:
+    """All inputs of a run, which must outlive it."""
+    state = {name.removeprefix(f"{PAST}."): feed for name, feed in feeds.items() if name.startswith(f"{PAST}.")}
+    bind_state(binding, state)
+    for name, feed in feeds.items():
+        if name.removeprefix(f"{PAST}.") not in state:
+            binding.bind_cpu_input(name, feed)
+
+
+def by_head(values: FloatArray, parts: Sequence[int]) -> FloatArray:
+    """Columns ``[T, G·W]`` of one part of all G heads after the other, as those of one head after the other.
+
+    >>> by_head(np.array([[0, 3, 1, 2, 4, 5]], np.float32), (1, 2))
+    array([[0., 1., 2., 3., 4., 5.]], dtype=float32)
+    """
+    heads = values.shape[1] // sum(parts)
+    apart = np.split(values, np.cumsum(parts)[:-1] * heads, axis=1)
+    return np.concatenate([part.reshape(len(values), heads, -1) for part in apart], axis=2).reshape(values.shape)
 
 
 def _until_embedding(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -109,6 +109,12 @@ class ReferenceModel(Protocol):
         """
         ...
 
+    def state_rounding(self, tokens: Sequence[int]) -> tuple[FloatArray, FloatArray] | None:
+        """Logits with states of recurrences in float32, and as the model keeps them, activations in float; None where
+        that is float32.
+        """
+        ...
+
     def embedding(self) -> FloatArray:
         """The embedding of every token id, ``[V, H]``."""
         ...

@@ -106,6 +106,7 @@ class QuantizedModel(Record):
     asked: Quantize  # by the recipe: the methods that were compared
     linears: tuple[LinearReport, ...]  # every linear, then the embedding and the output head
     kv_cache: KVScheme
+    recurrent_state: str = "float32"  # of recurrences
     proof: QuantizationProof
     source_bytes: int  # of the float checkpoint's weights
     notes: tuple[str, ...]  # where the plan could not be followed to the letter; experts that calibration hardly saw
@@ -117,5 +118,9 @@ class QuantizedModel(Record):
             (s.bits, "a8" if s.activations == "int8" else "") for s in (linear.scheme for linear in self.linears)
         )
         return " ".join(
-            [*(f"w{bits}{inputs}:{n}" for (bits, inputs), n in sorted(counts.items())), f"kv-{self.kv_cache.dtype}"]
+            [
+                *(f"w{bits}{inputs}:{n}" for (bits, inputs), n in sorted(counts.items())),
+                f"kv-{self.kv_cache.dtype}",
+                *([f"state-{self.recurrent_state}"] if self.recurrent_state != "float32" else []),
+            ]
         )

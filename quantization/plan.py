@@ -87,7 +87,12 @@ def decisive(asked: Plan) -> Plan:
     """
     if asked.schemes == "auto":
         return asked
-    return Plan(schemes=asked.schemes, embeddings=asked.embeddings, kv_cache=asked.kv_cache)
+    return Plan(
+        schemes=asked.schemes,
+        embeddings=asked.embeddings,
+        kv_cache=asked.kv_cache,
+        recurrent_state=asked.recurrent_state,
+    )
 
 
 def summary(plan: PrecisionPlan) -> str:
@@ -134,4 +139,11 @@ def table(plan: PrecisionPlan) -> list[tuple[str, ...]]:
         reason="" if search is None else f"{search.joint_kl:.5f} at once, of {search.max_kl:g}",
     )
     rows = [row(unit, unit.scheme.name) for unit in units]
-    return [*rows, row(cache, cache.settings.name), row(together, "")]
+    kept = plan.asked.recurrent_state
+    state = PlanPart(name="recurrent state", reason="written in the recipe")
+    return [
+        *rows,
+        row(cache, cache.settings.name),
+        *([row(state, kept)] if kept != "float32" else []),
+        row(together, ""),
+    ]

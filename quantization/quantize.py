@@ -100,6 +100,7 @@ def quantize(
             asked=settings,
             linears=tuple(reports),
             kv_cache=KVScheme(dtype=kv_cache.dtype, granularity=kv_cache.granularity),
+            recurrent_state=plan.record.asked.recurrent_state,
             proof=proof,
             source_bytes=sum(source.stored_bytes(name) for name in source.names()),
             notes=tuple(notes),

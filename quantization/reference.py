@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from quantization.needs import decoded_bytes, reference_needs
 from tapeout.errors import QuantizationError
 from tapeout.mapped_model import empty_model, fill
 from tapeout.mapped_weights import weight_at_call
-from tapeout.operators import state_changed, state_left
+from tapeout.operators import computed_by_token, state_changed, state_left
 from tapeout.operators.experts import DOWN_INPUT, UP_INPUT
 from tapeout.operators.experts.in_torch import calls_interface, experts_changed
 from tapeout.quantized import QuantizedWeight, is_e4m3
@@ -53,25 +53,54 @@ class QuantizedReference:
     ``int8_activations`` rounds the inputs of quantized experts, and of every quantized linear without an input scale,
     per row and per group of their weights. Linears with an input scale always round to their static grid: that is part
     of the checkpoint, not of a kernel. ``fp8_activations`` rounds the inputs of linears in FP8 to E4M3, per token; such
-    inputs are never rounded to int8.
+    inputs are never rounded to int8. ``recurrent_state``: bfloat16 rounds what each token leaves in a recurrence.
     """
 
-    def __init__(self, folder: Path, *, int8_activations: bool = False, fp8_activations: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        int8_activations: bool = False,
+        fp8_activations: bool = False,
+        recurrent_state: str = "float32",
+    ) -> None:
         self.model, linears, experts = _load(folder)
         self._experts = {at: grid for at, grid in experts.items() if int8_activations and not grid.e4m3}
         stored = KVScales.read(folder)
         self.kv_scales = {name: torch.from_numpy(scale) for name, scale in stored.scales.items()}
         self.kv_dtype = stored.dtype
         self._states: dict[str, list[FloatArray]] = {}
+        self._rounds_states, self._rounds_inputs = recurrent_state == "bfloat16", True
         for module, grid in linears:
             if grid.input_scale is not None or (fp8_activations if grid.e4m3 else int8_activations):
-                module.register_forward_pre_hook(input_hook(grid))
+                module.register_forward_pre_hook(input_hook(partial(self._rounded_input, grid)))
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
+        with self._states_kept():
+            return self._logits(tokens)
+
+    def _states_kept(self) -> AbstractContextManager[None]:
+        """States of recurrences as the engine keeps them. Around whatever else looks at them."""
+        return computed_by_token(self.model, _to_bfloat16) if self._rounds_states else nullcontext()
+
+    def _logits(self, tokens: Sequence[int]) -> FloatArray:
         rounded = experts_changed(self.model, self._round_inputs) if self._experts else nullcontext()
         with torch.inference_mode(), state_changed(self.model, self._round_state), rounded:
             logits: Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits
         return logits[0].numpy()
+
+    def state_rounding(self, tokens: Sequence[int]) -> tuple[FloatArray, FloatArray] | None:
+        """Logits ``[S, V]`` with states in float32, and in bfloat16; None where the model keeps them in float32.
+
+        Inputs of linears are not rounded in either: flips of their codes would hide what states cost.
+        """
+        if not self._rounds_states:
+            return None
+        self._rounds_inputs = False
+        try:
+            return self._logits(tokens), self(tokens)
+        finally:
+            self._rounds_inputs = True
 
     def embedding(self) -> FloatArray:
         """The decoded embedding of every token id, ``[V, H]``."""
@@ -100,8 +129,8 @@ class QuantizedReference:
                 handles.append(module.register_forward_hook(_exchange(name, outputs[name], errors)))
         self._states = {}
         try:
-            with state_left(self.model, self._keep):
-                logits = self(tokens)
+            with self._states_kept(), state_left(self.model, self._keep):
+                logits = self._logits(tokens)
         finally:
             for handle in handles:
                 handle.remove()
@@ -123,11 +152,14 @@ class QuantizedReference:
     def _keep(self, name: str, left: Tensor) -> None:
         self._states.setdefault(name, []).append(left[0].float().numpy().copy())
 
+    def _rounded_input(self, grid: InputGrid, inputs: Tensor) -> Tensor:
+        return grid(inputs) if self._rounds_inputs else inputs
+
     def _round_inputs(
         self, module: torch.nn.Module, number: int, _expert: int, inputs: Tensor, _weight: Tensor
     ) -> Tensor:
         grid = self._experts.get((module, number))
-        return inputs if grid is None else grid(inputs)
+        return inputs if grid is None else self._rounded_input(grid, inputs)
 
     def _round_state(self, layer: int, part: str, kept: Tensor) -> Tensor:
         if not self.kv_scales:
@@ -141,6 +173,12 @@ class QuantizedReference:
                 remedy="run `dvc repro quantize`",
             ) from None
         return round_to_grid(kept, scale, self.kv_dtype)
+
+
+def _to_bfloat16(state: Tensor) -> Tensor:
+    """The nearest one, of two as near the larger magnitude, as kernels round."""
+    bits = state.contiguous().view(torch.int32)
+    return ((bits + 0x8000) & -0x10000).view(torch.float32)
 
 
 def round_to_grid(values: Tensor, scale: Tensor, dtype: str) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tapeout.errors import QuantizationError
 from tapeout.formats import formats
@@ -42,8 +43,8 @@ class QuantizedWeight:
         zero_points = None if self.zero_points is None else self.zero_points[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], zero_points=zero_points)
 
-    def rows(self, wanted: slice) -> QuantizedWeight:
-        """Some output channels of a weight ``[N, K]``."""
+    def rows(self, wanted: slice | NDArray[np.int64]) -> QuantizedWeight:
+        """Some output channels of a weight ``[N, K]``, in this order."""
         zero_points = None if self.zero_points is None else self.zero_points[wanted]
         return replace(self, codes=self.codes[wanted], scales=self.scales[wanted], zero_points=zero_points)
 

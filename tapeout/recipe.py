@@ -143,6 +143,7 @@ class Plan(Section):
     )
     embeddings: Embeddings = Scheme(bits=6, group_size=32, symmetric=True)  # and lm_head
     kv_cache: Cache = KVCache()
+    recurrent_state: Literal["float32", "bfloat16"] = "float32"  # of recurrences, one for each sequence
     context: Count = 512  # tokens in the KV cache of a sequence, where its bytes count and attention is timed
     goal: Literal["workload", "latency", "throughput", "memory"] = "workload"
     workload: dict[Count, Fraction] = Field(default={1: 0.25, 16: 0.25, 128: 0.5})  # tokens of a step: share of all

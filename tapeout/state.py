@@ -74,6 +74,11 @@ class Recurrent(Frozen):
     tensors: tuple[StateTensor, ...]
     snapshot_tokens: int = 0
 
+    def kept_in(self, dtype: str) -> Recurrent:
+        """The same, of elements of another type."""
+        tensors = tuple(tensor.model_copy(update={"dtype": dtype}) for tensor in self.tensors)
+        return self.model_copy(update={"tensors": tensors})
+
 
 LayerState: TypeAlias = Annotated[Paged | Recurrent, Field(discriminator="kind")]
 

@@ -70,11 +70,16 @@ class Made:
     bundle: Artifact[EngineBundle]
 
 
-def make(name: str, folder: Path, rules: Sequence[Rule] = ()) -> Made:
-    """The family quantized and built. ``rules``: of its linears, in place of every kind of product."""
-    graph, given = family_graph(name), recipe()
-    if rules:
-        given = given.model_copy(update={"plan": given.plan.model_copy(update={"schemes": tuple(rules)})})
+def make(
+    name: str, folder: Path, rules: Sequence[Rule] = (), recurrent_state: str = "float32", **settings: int
+) -> Made:
+    """The family quantized and built. ``rules``: of its linears, in place of every kind of product.
+
+    ``settings``: of its configuration.
+    """
+    graph, given = family_graph(name, **settings), recipe()
+    changes = {"recurrent_state": recurrent_state, **({"schemes": tuple(rules)} if rules else {})}
+    given = given.model_copy(update={"plan": given.plan.model_copy(update=changes)})
     calibration = calibrate(given.calibrate, graph, texts(words(name, ROWS, TOKENS, 1)), folder / "calibration")
     plan = written_plan(given, graph, folder / "plan")
     quantized = quantize(given.quantize, graph, calibration, plan, folder / "quantized")
@@ -86,15 +91,21 @@ def make(name: str, folder: Path, rules: Sequence[Rule] = ()) -> Made:
         precision="mix",
         slots=2,
         kv_scales=KVScales.read(quantized.folder).scales,
+        recurrent_dtype=quantized.record.recurrent_state,
         parents={},
     )
     return Made(name, graph, quantized, bundle)
 
 
+def reference_of(made: Made) -> QuantizedReference:
+    kept = made.quantized.record.recurrent_state
+    return QuantizedReference(made.quantized.folder, int8_activations=True, recurrent_state=kept)
+
+
 def difference_from_checkpoint(made: Made, documents: int, tokens: int) -> str:
     """Where the engine does not compute what its checkpoint says; empty: it does. Bounds of test_engine_parity.py."""
     head = next(group.members[0] for group in made.graph.record.groups if group.name == "lm_head")
-    reference = QuantizedReference(made.quantized.folder, int8_activations=True)
+    reference = reference_of(made)
     probe = open_probe(made.bundle, made.bundle.folder.parent, threads=1)
     items = compare(probe, reference, words(made.name, documents, tokens, 2), head=head)
     count = sum(item.tokens for item in items)

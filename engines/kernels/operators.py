@@ -62,7 +62,7 @@ def _recurrence(name: str, *after: Argument, also: tuple[Argument, ...] = ()) ->
         Argument("key"),
         Argument("decay"),  # H
         *after,
-        Argument("state"),  # [slots, H, K, V]; written in place
+        Argument("state", ("float32", "bfloat16")),  # [slots, H, K, V]; written in place
         *_SEQUENCES,
         Argument("rate", optional=True),  # [H], where decay is what a time step is made of
         Argument("bias", optional=True),  # [H] of a time step

@@ -77,6 +77,7 @@ class Lowering:
     kernel_set: KernelSet | None  # of the target
     kv_scales: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # empty: float cache
     kv_dtype: str = "int8"  # of the codes under them: int8, fp8, or int4 and two of them a byte
+    recurrent_dtype: str = "float32"  # of the state of recurrences, or bfloat16
     plan: dict[str, str] = field(default_factory=dict)  # filled by the kernel pass: group -> kernel
     linear_outputs: list[LinearOutput] = field(default_factory=list[LinearOutput])  # likewise
     # For targets that are strongly typed (engines.targets.tensorrt):

@@ -19,7 +19,7 @@ from runtime.simulation.traffic import Traffic, logged_traffic, multi_turn, read
 from tapeout import artifact
 from tapeout.errors import ExitCode, RequestError
 from tapeout.slo import LatencyObjective, ServiceLevelObjectives, read_objectives
-from tapeout.state import Recurrent
+from tapeout.state import SEQUENCE_SLOTS
 
 CODES = {
     CapacityOutcome.FOUND: ExitCode.PASS,
@@ -29,11 +29,11 @@ CODES = {
 
 
 class ReplicaModel:
-    """``max_tokens``: of a sequence. ``price``: an hour."""
+    """``max_tokens``: of a sequence. ``slots``: of recurrent state, 0 where the model has none. ``price``: an hour."""
 
     def __init__(self, options: ReplicaOptions) -> None:
         self.lengths: StepLengths
-        cache, tokens, price = options.cache_tokens, options.max_tokens, options.price_per_hour
+        cache, slots, tokens, price = options.cache_tokens, options.slots, options.max_tokens, options.price_per_hour
         if options.steps is not None:
             self.lengths = read_step_lengths(options.steps)
             self.source = str(options.steps)
@@ -44,18 +44,20 @@ class ReplicaModel:
             self.lengths = step_lengths(seconds, 1 / one.prefill_tokens_per_s)
             self.source = f"the benchmark of {options.bundle}"
             io = bundle.io
-            if any(isinstance(one, Recurrent) for one in io.state):
-                raise RequestError(
-                    f"{options.bundle} keeps recurrent state in slots, and simulated engines have KV blocks alone",
-                    expected="a bundle of a model without recurrent layers",
-                    remedy="measure one engine under the traffic: docs/benchmarks/serving.md says how",
-                )
-            cache, tokens, price = (
-                cache or io.slots * io.max_tokens,
-                tokens or io.max_tokens,
-                price or timed.price_per_hour,
-            )
-        self.cache_tokens, self.max_tokens, self.price = cache or 60_000, tokens or 2048, price or 0.0
+            _require_kept("--cache-tokens", cache, io.token_bytes, options.bundle)
+            _require_kept("--slots", slots, io.slot_bytes, options.bundle)
+            cache = cache or (io.slots * io.max_tokens if io.token_bytes else 0)
+            slots = slots or (io.slots * SEQUENCE_SLOTS if io.slot_bytes else 0)
+            tokens, price = tokens or io.max_tokens, price or timed.price_per_hour
+        self.cache_tokens = 60_000 if cache is None else cache
+        self.slots, self.max_tokens, self.price = slots or 0, tokens or 2048, price or 0.0
+
+
+def _require_kept(option: str, given: int | None, each: int, bundle: Path) -> None:
+    """:class:`RequestError` for room for state that a bundle does not have."""
+    if given is not None and not each:
+        kind = "keys and values" if option == "--cache-tokens" else "recurrent state"
+        raise RequestError(f"{option} {given}", expected=f"none: {bundle} keeps no {kind}", remedy="leave it out")
 
 
 def _benchmark(folder: Path) -> tuple[Benchmark, EngineBundle]:
@@ -80,7 +82,7 @@ def run(
         workload,
         replica.lengths,
         slo,
-        shape=FleetShape(1, replica.cache_tokens, EVERYONE_WAITS, replica.max_tokens),
+        shape=FleetShape(1, replica.cache_tokens, EVERYONE_WAITS, replica.max_tokens, replica.slots),
         price_per_hour=replica.price,
         most_replicas=most_replicas,
         progress=lambda row: print(_progress(row), file=sys.stderr),
@@ -92,6 +94,7 @@ def run(
         "slo": slo.model_dump(exclude={"availability"}, exclude_none=True),
         "steps": {"source": replica.source, **replica.lengths.as_json()},
         "cache_tokens": replica.cache_tokens,
+        "slots": replica.slots,
         "price_per_hour": replica.price,
         "rows": [row.as_json() for row in found.rows],
     }

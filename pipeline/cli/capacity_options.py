@@ -46,6 +46,14 @@ class ReplicaOptions:
     cache_tokens: Annotated[
         int | None, typer.Option(min=128, help="KV memory of a replica in tokens; by default as the bundle was built.")
     ] = None
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Slots of recurrent state of a replica, those of snapshots among them; by default as the bundle was "
+            "built, and none with --steps.",
+        ),
+    ] = None
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt with its answer; by default that of the bundle.")
     ] = None

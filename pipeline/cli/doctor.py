@@ -343,9 +343,11 @@ def _recurrent(io: IOContract) -> str:
     if not io.slot_bytes:
         return ""
     slots, kib = io.slots * SEQUENCE_SLOTS, io.slot_bytes / 1024
+    snapshots = io.slots * (SEQUENCE_SLOTS - 1) * io.slot_bytes
+    share = snapshots / (snapshots + io.slots * (io.token_bytes * io.max_tokens + io.slot_bytes))
     return (
         f"; {slots} slots of recurrent state of {kib:.1f} KiB ({slots * kib / 1024:.1f} MiB in all), {io.slots} of "
-        "them for snapshots of prefixes, and no drafts"
+        f"them for snapshots of prefixes ({share:.1%} of all memory of state), and no drafts"
     )
 
 

@@ -128,7 +128,8 @@ def engine_settings(options: EngineOptions, public_key: Path | None) -> EngineSe
     """:class:`ServeError` for a size that is none."""
     memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
     key = public_key and str(public_key)
-    return EngineSettings(options.threads, options.slots, memory, key, snapshots=options.snapshots)
+    snapshots, share = (None, None) if options.snapshots is None else parse_snapshots(options.snapshots)
+    return EngineSettings(options.threads, options.slots, memory, key, snapshots=snapshots, snapshot_share=share)
 
 
 def engine_limits(options: EngineOptions, approved: Approved, source: str, *, unsafe: bool) -> Limits:
@@ -236,6 +237,18 @@ async def _serve_alias(
         await service.swap(str(folder), engine)
         log.info("%s is served; requests that were running end on the engine before it", folder)
     return engine
+
+
+def parse_snapshots(text: str) -> tuple[int | None, float | None]:
+    """A number of snapshots, or their share of all memory of state.
+
+    >>> parse_snapshots("12"), parse_snapshots("12.5%")
+    ((12, None), (None, 0.125))
+    """
+    found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?) ?%", text.strip())
+    if found is None or (found[2] and float(found[2]) >= 100):
+        raise ServeError(f"--snapshots {text}", expected="a number such as 12, or a share below 100% such as 25%")
+    return (int(found[1]), None) if found[1] else (None, float(found[2]) / 100)
 
 
 def parse_bytes(text: str) -> int:

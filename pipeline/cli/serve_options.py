@@ -30,11 +30,10 @@ class EngineOptions:
         str | None, typer.Option(help="Instead of --slots: most memory of keys, values and recurrent state: 2GiB.")
     ] = None
     snapshots: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=0,
             help="Copies of recurrent state that are kept so that prompts, and the turns of a conversation, go on from "
-            "them; by default one for each of --slots.",
+            "them: a number, or a share of all memory of state such as 25%; by default one for each of --slots.",
         ),
     ] = None
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")] = 1024

@@ -33,6 +33,7 @@ def build_candidate(
         slots=slots,
         kv_scales=kv.scales,
         kv_dtype=kv.dtype,
+        recurrent_dtype=quantized.record.recurrent_state,
         parents={"graph": graph, "quantized": quantized},
         progress=progress,
     )

@@ -438,6 +438,7 @@ class Measurement:
             quantized.folder,
             int8_activations=capabilities.int8_activations,
             fp8_activations=capabilities.fp8_activations,
+            recurrent_state=quantized.record.recurrent_state,
         )
 
     def head(self) -> str:

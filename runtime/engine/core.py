@@ -17,10 +17,7 @@ from time import monotonic
 from engines.kernels.serving import Clipping, Clippings
 from engines.protocol import Engine, Entry, FloatArray, Result, Wanted
 from runtime.engine.block_store import BlockStore
-from runtime.engine.cache.blocks import BlockPool
-from runtime.engine.cache.paged import PagedState
-from runtime.engine.cache.recurrent import RecurrentState
-from runtime.engine.cache.sequences import SequenceCache
+from runtime.engine.cache.pools import StatePools
 from runtime.engine.routing import RoutingReports
 from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.engine.scheduler import Scheduler
@@ -95,12 +92,16 @@ class EngineCore:
     ) -> None:
         has = engine.capabilities
         self.engine, self.clock = engine, clock
-        # Each running request has a slot of recurrent state: whoever looks at the load sees how many can run.
-        limits = replace(limits, max_running=min(limits.max_running, has.max_batch, has.slots or has.max_batch))
-        self._paged = PagedState(BlockPool(has.blocks), has.block_tokens)
-        self._recurrent = RecurrentState(BlockPool(has.slots), has.block_tokens, has.snapshot_tokens)
-        kinds = [kind for kind in (self._paged, self._recurrent) if kind.pool.blocks]
-        self.scheduler = Scheduler(SequenceCache(kinds, has.block_tokens, has.max_tokens), limits)
+        pools = StatePools(
+            blocks=has.blocks,
+            slots=has.slots,
+            block_tokens=has.block_tokens,
+            max_tokens=has.max_tokens,
+            snapshot_tokens=has.snapshot_tokens,
+        )
+        limits = pools.within(replace(limits, max_running=min(limits.max_running, has.max_batch)))
+        self._paged, self._recurrent = pools.paged, pools.recurrent
+        self.scheduler = Scheduler(pools.cache, limits)
         self.blocks = BlockStore(engine, self._paged.pool)
         self.routing = RoutingReports(self._paged.pool, self._recurrent.pool, self.load)
         self._sampler = sampler or BatchSampler(has.vocab_size)

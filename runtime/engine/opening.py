@@ -46,9 +46,11 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
 
     bundle = artifact.load_record(folder, EngineBundle)
     record = bundle.record
-    slots = settings.slots
+    slots, snapshots = settings.slots, settings.snapshots
+    if settings.snapshot_share is not None:
+        snapshots = record.io.snapshots_in(settings.snapshot_share, slots or record.io.slots, settings.kv_bytes)
     if settings.kv_bytes is not None:
-        slots = record.io.sequences_in(settings.kv_bytes, settings.snapshots)
+        slots = record.io.sequences_in(settings.kv_bytes, snapshots)
         if not slots:
             raise RequestError(
                 f"{settings.kv_bytes} bytes of keys, values and recurrent state",
@@ -60,7 +62,7 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
         folder,
         threads=settings.threads,
         slots=slots,
-        snapshots=settings.snapshots,
+        snapshots=snapshots,
         level=settings.level,
         public_key=public_key,
     )
@@ -80,6 +82,7 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
         files={name: file.sha256 for name, file in bundle.files.items() if Path(name).suffix in TEXT},
         level=here.record.hardware[0].level,
         moves_blocks=isinstance(engine, MovesBlocks) and not has.slots,
+        slot_bytes=has.slot_bytes if has.slots else 0,
     )
     tokenizer = folder / "tokenizer.json"
     text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.engine.cache.blocks import BlockPool
-from runtime.engine.cache.paged import PagedState
-from runtime.engine.cache.sequences import SequenceCache
+from runtime.engine.cache.pools import StatePools
 from runtime.engine.routing import RoutingReports, RoutingWatcher
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.work import Work, WorkResult
@@ -38,17 +36,24 @@ class StepEnd:
 
 
 class SimulatedEngine:
-    """``blocks``: of KV memory. Requests that arrive in a step are seen after it, as by the real one."""
+    """``blocks``: of KV memory. ``slots``: of recurrent state, also for snapshots. 0 of what its model does not have.
+
+    Requests that arrive in a step are seen after it, as by the real one.
+    """
 
     def __init__(
-        self, lengths: StepLengths, blocks: int, limits: Limits | None = None, max_tokens: int = MAX_TOKENS
+        self,
+        lengths: StepLengths,
+        blocks: int,
+        limits: Limits | None = None,
+        max_tokens: int = MAX_TOKENS,
+        slots: int = 0,
     ) -> None:
         self._lengths = lengths
-        self.pool = BlockPool(blocks)
-        cache = SequenceCache([PagedState(self.pool, BLOCK_TOKENS)], BLOCK_TOKENS, max_tokens)
-        self.scheduler = Scheduler(cache, limits or Limits())
+        self.pools = StatePools(blocks=blocks, slots=slots, block_tokens=BLOCK_TOKENS, max_tokens=max_tokens)
+        self.scheduler = Scheduler(self.pools.cache, self.pools.within(limits or Limits()))
         self.watcher = RoutingWatcher()
-        self._routing = RoutingReports(self.pool, BlockPool(0), self.scheduler.load)
+        self._routing = RoutingReports(self.pools.paged.pool, self.pools.recurrent.pool, self.scheduler.load)
         self._arrived: list[tuple[GenerateRequest, float]] = []
         self._served: dict[str, _Answering] = {}
         self._works: list[Work] = []
@@ -69,6 +74,7 @@ class SimulatedEngine:
         self.stepping = bool(self._works)
         if not self._works:
             return None
+        self.pools.recurrent.take_copies()  # what they take is in the length of a step
         decodes = prompt_tokens = 0
         for work in self._works:
             served = self._served[work.id]
@@ -100,5 +106,5 @@ class SimulatedEngine:
 
     def report(self) -> StepReport:
         routing = self._routing.next([self.watcher] if self.watcher.asks else [])
-        stats = EngineStats(blocks=self.pool.blocks)
+        stats = EngineStats(blocks=self.pools.paged.pool.blocks, slots=self.pools.recurrent.pool.blocks)
         return StepReport((), stats, (), routing[0] if routing else None)

@@ -22,12 +22,16 @@ WARM = 0.1  # the first part of the time, whose requests do not count: caches ar
 
 @dataclass(frozen=True)
 class FleetShape:
-    """``cache_tokens``: of each engine's KV memory. ``max_tokens``: of a prompt with its answer."""
+    """``cache_tokens``: of each engine's KV memory. ``max_tokens``: of a prompt with its answer.
+
+    ``slots``: of each engine's recurrent state, those of snapshots among them. 0 of what the model does not have.
+    """
 
     engines: int = 8
     cache_tokens: int = 60_000
     limits: Limits = field(default_factory=Limits)
     max_tokens: int = MAX_TOKENS
+    slots: int = 0
 
 
 class Late(NamedTuple):
@@ -85,7 +89,9 @@ class FleetSimulation:
     ) -> None:
         blocks = shape.cache_tokens // BLOCK_TOKENS
         self._workload = workload
-        self._engines = [SimulatedEngine(lengths, blocks, shape.limits, shape.max_tokens) for _ in range(shape.engines)]
+        self._engines = [
+            SimulatedEngine(lengths, blocks, shape.limits, shape.max_tokens, shape.slots) for _ in range(shape.engines)
+        ]
         self._policy = policy(self._engines, seed)
         starts = [conversation.start for conversation in workload.conversations]
         self._warm = WARM * max(starts, default=0.0)
@@ -178,9 +184,9 @@ def simulate(
 
 
 def cached_tokens(engines: Sequence[SimulatedEngine], request: GenerateRequest) -> list[int]:
-    """That the pool of each has of the prompt."""
+    """That each need not compute of the prompt."""
     keys = block_keys(request.prompt[:-1], BLOCK_TOKENS, request.cache_salt)
-    return [len(engine.pool.find(keys)) * BLOCK_TOKENS for engine in engines]
+    return [engine.pools.cache.resumable(keys) * BLOCK_TOKENS for engine in engines]
 
 
 def _rate(begun: tuple[float, int], ended: tuple[float, int]) -> float:

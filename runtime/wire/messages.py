@@ -152,6 +152,7 @@ class EngineInfo:
     level: str = ""  # of the processor, that the native kernels are built for; empty without such kernels
     notice: str = ""  # why the bundle that it was last told to open is not open
     moves_blocks: bool = False  # its blocks can be fetched by an engine of the same bundle and level
+    slot_bytes: int = 0  # of the recurrent state of one sequence
 
 
 class EngineStats(NamedTuple):

@@ -17,10 +17,12 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tapeout.state import Recurrent
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from tapeout.operators.operator import Operator, StateBefore, StateChange, StateLeft
+    from tapeout.operators.operator import Operator, StateBefore, StateChange, StateKept, StateLeft
     from tapeout.state import LayerState
 
 DOMAIN = "tapeout"  # of their nodes
@@ -33,8 +35,10 @@ class OperatorNode(NamedTuple):
     node: ir.Node
     layer: int
 
-    def state(self, dtype: str) -> LayerState | None:
-        return self.operator.state(self.node, self.layer, dtype)
+    def state(self, dtype: str, recurrences: str = "float32") -> LayerState | None:
+        """``recurrences``: how the state of those is kept that have rates: that of others is small, and stays float."""
+        state = self.operator.state(self.node, self.layer, dtype)
+        return state.kept_in(recurrences) if isinstance(state, Recurrent) and self.operator.rates else state
 
 
 @cache
@@ -62,9 +66,11 @@ def layer_of_node(node: ir.Node) -> int:
     return next((int(name.split(".")[1]) for name in names if name.startswith(f"{PAST}.")), -1)
 
 
-def graph_state(nodes: Iterable[ir.Node], dtype: str) -> tuple[LayerState, ...]:
-    """What the operators of a portable graph keep, in its order. ``dtype``: of a cache of keys and values."""
-    found = (each.state(dtype) for each in operator_nodes(nodes))
+def graph_state(nodes: Iterable[ir.Node], dtype: str, recurrences: str = "float32") -> tuple[LayerState, ...]:
+    """What the operators of a portable graph keep, in its order. ``dtype``: of a cache of keys and values;
+    ``recurrences``: see :meth:`OperatorNode.state`.
+    """
+    found = (each.state(dtype, recurrences) for each in operator_nodes(nodes))
     return tuple(state for state in found if state is not None)
 
 
@@ -96,9 +102,9 @@ def state_left(model: Any, left: StateLeft) -> Generator[None]:
 
 
 @contextmanager
-def computed_by_token(model: Any) -> Generator[None]:
+def computed_by_token(model: Any, kept: StateKept | None = None) -> Generator[None]:
     """See :meth:`tapeout.operators.operator.Operator.by_token`, of all operators."""
     with ExitStack() as stack:
         for operator in operators().values():
-            stack.enter_context(operator.by_token(model))
+            stack.enter_context(operator.by_token(model, kept))
         yield

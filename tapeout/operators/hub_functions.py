@@ -32,22 +32,37 @@ def hub_functions(model: Any) -> dict[str, list[tuple[ModuleType, str]]]:
 
 @contextmanager
 def functions_replaced(model: Any, functions: Mapping[str, Callable[..., Any]]) -> Generator[None]:
-    """Run ``model`` with these functions, by name, in place of those that it has; names it lacks are left out."""
+    """Run ``model`` with these functions, by name, in place of those that it has; names it lacks are left out.
+
+    Within, they are found as those were, so that they can be replaced again.
+    """
     places = [(place, functions[name]) for name, found in hub_functions(model).items() for place in found
               if name in functions]  # fmt: skip
     before = [vars(module)[attribute] for (module, attribute), _ in places]
     try:
-        for (module, attribute), function in places:
-            setattr(module, attribute, function)
+        for ((module, attribute), function), own in zip(places, before, strict=True):
+            setattr(module, attribute, _in_place_of(own, function))
         yield
     finally:
         for ((module, attribute), _), function in zip(places, before, strict=True):
             setattr(module, attribute, function)
 
 
+def _in_place_of(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options)
+
+    vars(replaced)[NAMED] = _marked(own)
+    return replaced
+
+
 def _marked(value: Any) -> str:
     """The name of a marked function; empty for anything else."""
-    if not isinstance(value, FunctionType) or NAMED not in value.__code__.co_freevars:
+    if not isinstance(value, FunctionType):
+        return ""
+    if NAMED in vars(value):
+        return str(vars(value)[NAMED])
+    if NAMED not in value.__code__.co_freevars:
         return ""
     cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
     return str(cells[NAMED].cell_contents)

@@ -21,6 +21,8 @@ StateChange: TypeAlias = "Callable[[int, str, torch.Tensor], torch.Tensor]"
 StateBefore: TypeAlias = "Callable[[str], torch.Tensor]"
 # (name of the state's tensor, without a number, what a call leaves in it [B, ...], as the graph has it)
 StateLeft: TypeAlias = "Callable[[str, torch.Tensor], None]"
+# (what a token leaves in a recurrence [B, ...]) -> what is kept of it, for the next token
+StateKept: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,10 @@ class Operator(Protocol):
         """
         ...
 
-    def by_token(self, model: Any) -> AbstractContextManager[None]:
+    def by_token(self, model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
         """Run a stock transformers model with what it computes in chunks of tokens computed token by token.
 
-        Sums over chunks are of another order, so two cuts of a text differ by more than rounding.
+        Sums over chunks are of another order, so two cuts of a text differ by more than rounding. ``kept``: what each
+        token leaves in a recurrence passes through it; that is how a state of fewer bits is measured.
         """
         ...

@@ -11,12 +11,14 @@ from engines.kernels.cpu import LEVELS, all_native
 from engines.kernels.operators import OPERATORS
 from engines.load import load
 from engines.sequences import Sequences, SlotEntry
+from runtime.engine.opening import open_bundle
+from runtime.wire.start import EngineSettings
 from tapeout.recipe import Rule
 from tapeout.schemes import Scheme
 from tests.family_engines import Made, difference_from_checkpoint, make, words
 
 RULES = (Rule(match="*", scheme=Scheme(bits=8, group_size=32, symmetric=True)),)
-FAMILIES = ("lfm2", "bamba", "granitemoehybrid-scans", "nemotron_h", "qwen3_5", "falcon_h1", "mamba2")
+FAMILIES = ("lfm2", "bamba", "granitemoehybrid-scans", "nemotron_h", "qwen3_5", "qwen3_next", "falcon_h1", "mamba2")
 # Each chooses its experts in another way.
 MIXTURES = ("afmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "olmoe", "qwen2_moe")
 # Of the first layer, whose input nothing is added to, and norms that several operators read.
@@ -24,11 +26,16 @@ SMALL = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 # Experts see the tokens of all sequences as rows; norms of all heads of a query take a linear apart.
 SHAPES = {"Concat", "Reshape", "Shape", "Split"}
 SEQUENCES = 4
+HALF = ("qwen3_5", "mamba2")  # also with states in bfloat16
 
 
-@pytest.fixture(scope="module", params=FAMILIES + MIXTURES)
+@pytest.fixture(
+    scope="module",
+    params=[*((name, "float32") for name in FAMILIES + MIXTURES), *((name, "bfloat16") for name in HALF)],
+)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make(request.param, tmp_path_factory.mktemp(request.param), RULES)
+    name, state = request.param
+    return make(name, tmp_path_factory.mktemp(name), RULES, state)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def engines(made: Made) -> Generator[tuple[Sequences, Sequences]]:
 
 def test_a_bundle_has_every_level(made: Made) -> None:
     counts = made.bundle.record.operator_counts
-    allowed = SMALL | (SHAPES if made.name in MIXTURES else set())
+    allowed = SMALL | (SHAPES if made.name in (*MIXTURES, "qwen3_next") else set())
     assert all_native(counts) and {*counts} - OPERATORS.keys() <= allowed, counts
     assert [each.level for each in made.bundle.record.hardware] == [level.name for level in LEVELS]
 
@@ -65,3 +72,16 @@ def test_tokens_are_the_same_to_the_bit_in_any_cut_and_batch_by_any_threads(
         )
         for whole, begin, end in zip(alone, first, reversed(rest), strict=True):
             assert (whole[:cut] == begin).all() and (whole[cut:] == end).all()
+
+
+@pytest.mark.parametrize("kv_bytes", [None, 1 << 20])
+def test_an_engine_is_opened_with_snapshots_for_a_share_of_its_memory(made: Made, kv_bytes: int | None) -> None:
+    io = made.bundle.record.io
+    settings = EngineSettings(threads=1, slots=3, kv_bytes=kv_bytes, snapshot_share=0.25)
+    with closing(open_bundle(made.bundle.folder, settings).engine) as engine:
+        has = engine.capabilities
+    each = io.token_bytes * io.max_tokens + io.slot_bytes
+    sequences = 3 if kv_bytes is None else (kv_bytes - (kv_bytes // 4 // io.slot_bytes) * io.slot_bytes) // each
+    snapshots = has.slots - sequences
+    memory = kv_bytes or sequences * each + snapshots * io.slot_bytes
+    assert abs(snapshots * io.slot_bytes - memory / 4) <= io.slot_bytes

@@ -163,6 +163,7 @@ def test_more_requests_at_once_than_slots_were_measured_with_are_refused(project
 def test_more_slots_than_there_is_memory_for_are_refused(project: Path) -> None:
     assert "slots of recurrent state take" in refusal(project, "--slots", "1000000000")
     assert "slots of recurrent state take" in refusal(project, "--snapshots", "1000000000")
+    assert "slots of recurrent state take" in refusal(project, "--snapshots", "99.9999999%")
 
 
 def test_doctor_says_how_many_slots_a_bundle_has(name: str, project: Path) -> None:

@@ -36,6 +36,7 @@ TYPES: dict[int, type[np.generic]] = {
     3: np.int8,
     6: np.int32,
     7: np.int64,
+    16: np.uint16,  # bfloat16
 }  # of source/ort.h
 
 

@@ -24,19 +24,20 @@ from engines.protocol import Entry, FloatArray, Result
 from engines.sequences import Sequences
 from engines.step_inputs import StepPiece
 from engines.targets.ort_cpu.paged_engine import PagedEngine
-from evals.check import Outcome
+from evals.check import Check, Outcome
 from evals.kind import Report
-from evals.kinds.parity import KIND, ParityBounds, ParityReport, TableError
-from evals.kinds.parity.measure import compare
+from evals.kinds.parity import KIND, ParityBounds, ParityItem, ParityReport, TableError
+from evals.kinds.parity.measure import compare, half_states
 from evals.kinds.serving import ServingBounds, ServingSettings, served_checks
 from evals.kinds.serving.measure import served_items
 from quantization.reference import QuantizedReference
 from tapeout.artifact import ArtifactRef
+from tapeout.errors import BuildError
 from tapeout.operators.gated_delta import is_gated_delta
 from tapeout.operators.selective_scan import is_selective_scan
 from tests.exported import build_float, family_graph
 from tests.fake_engine import MACHINE
-from tests.family_engines import Made, make, words
+from tests.family_engines import Made, make, reference_of, words
 
 FAMILIES = ("qwen3_5", "bamba")
 SEQUENCES = 4
@@ -205,8 +206,18 @@ class HalfStates(OrtProbe):
 def parity_failed(made: Made, folder: Path, probe: type[OrtProbe] = OrtProbe, tokens: int = 60) -> set[str]:
     """The checks of parity that fail, on documents of so many tokens."""
     head = next(group.members[0] for group in made.graph.record.groups if group.name == "lm_head")
-    reference = QuantizedReference(made.quantized.folder, int8_activations=True)
-    items = compare(probe(made.bundle, folder, threads=1), reference, words(made.name, 4, tokens, 2), head=head)
+    items = compare(
+        probe(made.bundle, folder, threads=1), reference_of(made), words(made.name, 4, tokens, 2), head=head
+    )
+    return {check.name for check in judged(made, items, tokens) if check.outcome is Outcome.FAIL}
+
+
+def judged(made: Made, items: Sequence[ParityItem], tokens: int) -> Sequence[Check]:
+    report = report_of(made, items, tokens)
+    return KIND.judge(report, None, ParityBounds(min_documents=4)).checks  # type: ignore[arg-type]
+
+
+def report_of(made: Made, items: Sequence[ParityItem], tokens: int) -> Report[ParityReport, ParityItem]:
     table = TableError(rows=1, error=0.0, worst=0)
     record = ParityReport(
         candidate="a",
@@ -215,13 +226,12 @@ def parity_failed(made: Made, folder: Path, probe: type[OrtProbe] = OrtProbe, to
         vocabulary=1,
         max_tokens=tokens,
         states=tuple(items[0].state_errors),
+        half_states=half_states(made.bundle.record.io.state),
         embedding=table,
         head=table,
         executed_on=MACHINE,
     )
-    report = Report(ArtifactRef("ParityReport", "0" * 64), record, tuple(items))
-    found = KIND.judge(report, None, ParityBounds(min_documents=4))  # type: ignore[arg-type]
-    return {check.name for check in found.checks if check.outcome is Outcome.FAIL}
+    return Report(ArtifactRef("ParityReport", "0" * 64), record, tuple(items))
 
 
 def test_a_decay_of_the_wrong_sign(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -247,3 +257,56 @@ def test_states_of_fewer_bits_than_promised(family: str, tmp_path: Path) -> None
     made = make(family, tmp_path)
     assert parity_failed(made, tmp_path, HalfStates) == {"parity_state_error"}
     assert parity_failed(made, tmp_path) == set()
+
+
+def test_an_engine_with_states_in_bfloat16_where_float32_is_asked_for_is_not_built(
+    family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sound = recurrences.run
+
+    def planted(lowering: Lowering) -> PassResult:
+        lowering.recurrent_dtype = "bfloat16"
+        return sound(lowering)
+
+    monkeypatch.setattr(recurrences, "run", planted)
+    with pytest.raises(BuildError, match=r"is BFLOAT16 after the passes[\s\S]*for state in float32"):
+        build_float(family_graph(family), tmp_path / "bundle", SEQUENCES)
+
+
+class OtherColumns(OrtProbe):
+    """States are those of neighbouring channels."""
+
+    def states(self) -> dict[str, FloatArray]:
+        return {
+            name: state if name.endswith("conv") else np.roll(state, 1, -1) for name, state in super().states().items()
+        }
+
+
+@pytest.fixture(scope="module")
+def half(family: str, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """States in bfloat16, as the plan says."""
+    return make(family, tmp_path_factory.mktemp(family), recurrent_state="bfloat16")
+
+
+def test_states_in_bfloat16_have_bounds_of_their_own(half: Made, tmp_path: Path) -> None:
+    assert parity_failed(half, tmp_path) == set()
+    assert parity_failed(half, tmp_path, OtherColumns) == {"parity_half_state_error"}
+
+
+def test_states_in_bfloat16_that_cost_too_much(half: Made, tmp_path: Path) -> None:
+    """A sound engine: what its states cost is in every item, and a report without it is refused."""
+    head = next(group.members[0] for group in half.graph.record.groups if group.name == "lm_head")
+    probe = OrtProbe(half.bundle, tmp_path, threads=1)
+    items = compare(probe, reference_of(half), words(half.name, 4, 60, 2), head=head)
+    assert all(item.state_kl_sum is not None and 0 < item.state_kl_sum < 1e-3 * item.tokens for item in items)
+    costly = [item.model_copy(update={"state_kl_sum": 0.003 * item.tokens}) for item in items[:1]] + items[1:]
+    assert {c.name for c in judged(half, costly, 60) if c.outcome is Outcome.FAIL} == {"parity_state_kl"}
+
+
+def test_evidence_of_states_in_float32_says_nothing_of_an_engine_with_bfloat16(half: Made, tmp_path: Path) -> None:
+    """Planted: the reference keeps states in float32, as if the quantized model said so."""
+    head = next(group.members[0] for group in half.graph.record.groups if group.name == "lm_head")
+    reference = QuantizedReference(half.quantized.folder, int8_activations=True)
+    items = compare(OrtProbe(half.bundle, tmp_path, threads=1), reference, words(half.name, 4, 60, 2), head=head)
+    report = report_of(half, items, 60)
+    assert "does not measure on every document what states in bfloat16 cost" in " ".join(KIND.problems(report, None))  # type: ignore[arg-type]

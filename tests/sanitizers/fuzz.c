@@ -800,6 +800,33 @@ static int64_t columns_of(const Node* node, int which) {
   return which == R_VALUE ? dims[1] * dims[3] : which < R_DECAY ? node->groups * dims[2] : dims[1];
 }
 
+static double bfloat16(double x) { /* to the nearest, ties to even */
+  int power;
+  frexp(x, &power);
+  const double step = ldexp(1, (power < -125 ? -125 : power) - 8);
+  return nearbyint(x / step) * step;
+}
+/* The same values in bfloat16, in a block of their size. */
+static void in_bfloat16(Value* value) {
+  const int64_t elements = elements_of(value);
+  Value floats = *value;
+  new_value(value, BFLOAT16, floats.rank, floats.dims);
+  for (int64_t i = 0; i < elements; i++) {
+    const float rounded = (float)bfloat16(((float*)floats.data)[i]);
+    uint32_t bits;
+    memcpy(&bits, &rounded, sizeof bits);
+    ((uint16_t*)value->data)[i] = (uint16_t)(bits >> 16);
+  }
+  release_value(&floats);
+}
+static double state_of(const Value* state, int64_t at) {
+  if (state->type == FLOAT) return ((float*)state->data)[at];
+  const uint32_t bits = (uint32_t)((uint16_t*)state->data)[at] << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 static Node new_recurrence(void) {
   Node node = {.what = one_in(2) ? "GatedDelta" : "SelectiveScan", .B = one_in(10) ? 0 : random_int(1, 4)};
   node.op = find_op(node.what);
@@ -810,6 +837,7 @@ static Node new_recurrence(void) {
   const int64_t H = node.groups * random_int(1, 2), tokens = new_sequences(&node, per_token + 1, rows);
   new_value(&in[per_token], FLOAT, 4, (int64_t[]){rows, H, K, V});
   fill_floats(&in[per_token], 1);
+  if (one_in(3)) in_bfloat16(&in[per_token]);
   node.rated = one_in(2), node.squash = one_in(2);
   node.least_step = node.rated && one_in(2) ? 0.3f : 0, node.most_step = node.least_step > 0 ? 1.5f : FLT_MAX;
   add_int(&node.info, "groups", node.groups);
@@ -851,7 +879,8 @@ static const float* columns_at(const Node* node, int which, int64_t token) {
   return (float*)x->data + token * x->dims[x->rank - 1] + node->firsts[which];
 }
 
-/* One head of one sequence: outputs and the last state, with limits that grow as the rounding of each token may. */
+/* One head of one sequence: outputs and the last state, with limits that grow as the rounding of each token may. A state
+   in bfloat16 is the nearest to what the last token leaves, and tokens before it may have fallen on either side. */
 static void check_head(const Node* node, int64_t b, int64_t h) {
   const int per_token = per_token_of(node), delta = per_token > R_BETA;
   const Value *in = node->context.inputs, *state = &in[per_token];
@@ -860,13 +889,16 @@ static void check_head(const Node* node, int64_t b, int64_t h) {
   const float *rate = in[per_token + 4].data, *bias = in[per_token + 5].data,
               *skip = delta ? NULL : in[per_token + 6].data;
   const float* y = node->context.outputs[0].data;
+  const int half = state->type == BFLOAT16;
   double S[20], size[20];
   for (int64_t v = 0; v < V; v++) {
     for (int64_t k = 0; k < K; k++) {
-      const double before = ((float*)node->state.data)[((row * H + h) * K + k) * V + v];
+      const double before = state_of(&node->state, ((row * H + h) * K + k) * V + v);
       S[k] = int_of(node, per_token + 2, b) ? before : 0, size[k] = fabs(S[k]);
     }
     for (int64_t token = begin; token < end; token++) {
+      for (int64_t k = 0; k < K && half && token > begin; k++) S[k] = bfloat16(S[k]);
+      const double limit = 1e-5 + half * (double)(token - begin) / 128;
       const float* query = columns_at(node, R_QUERY, token) + h * node->groups / H * K;
       const float* key = columns_at(node, R_KEY, token) + h * node->groups / H * K;
       const double value = columns_at(node, R_VALUE, token)[h * V + v];
@@ -895,13 +927,14 @@ static void check_head(const Node* node, int64_t b, int64_t h) {
       }
       if (skip) read += skip[h] * value, reads += fabs(skip[h] * value);
       const double found = y[(token * H + h) * V + v];
-      if (!(fabs(found - read) <= 1e-5 * reads + 1e-30))
+      if (!(fabs(found - read) <= limit * reads + 1e-30))
         fail("%s: H %d K %d V %d: token %d of sequence %d, head %d, channel %d: %.9g, expected %.9g", node->what,
              (int)H, (int)K, (int)V, (int)(token - begin), (int)b, (int)h, (int)v, found, read);
     }
     for (int64_t k = 0; k < K; k++) {
-      const double found = ((float*)state->data)[((row * H + h) * K + k) * V + v];
-      if (!(fabs(found - S[k]) <= 1e-5 * size[k] + 1e-30))
+      const double found = state_of(state, ((row * H + h) * K + k) * V + v);
+      const double limit = 1e-5 + half * (double)(end - begin - 1) / 128;
+      if (!(fabs(found - S[k]) <= limit * size[k] + half * fabs(S[k]) / 256 + 1e-30))
         fail("%s: the state of sequence %d is %.9g, expected %.9g", node->what, (int)b, found, S[k]);
     }
   }
@@ -916,8 +949,8 @@ static void check_recurrence(const Node* node) {
     for (int64_t b = 0; b < node->B; b++)
       touched |=
           int_of(node, per_token + 3, b) == row && int_of(node, per_token + 1, b) < int_of(node, per_token + 1, b + 1);
-    if (!touched && memcmp((float*)state->data + row * elements, (float*)node->state.data + row * elements,
-                           elements * sizeof(float)))
+    const int64_t bytes = elements * (int64_t)size_of(state->type);
+    if (!touched && memcmp((char*)state->data + row * bytes, (char*)node->state.data + row * bytes, bytes))
       fail("%s: row %d of the state changed", node->what, (int)row);
   }
   for (int64_t b = 0; b < node->B; b++)

@@ -48,7 +48,7 @@ def test_the_index_of_ours_is_what_the_pools_hold() -> None:
     simulate(TALKS, LENGTHS, FleetShape(engines=3, cache_tokens=4096), kept)
     ((policy, engines),) = made
     policy.router.index.check()
-    distinct = {key for engine in engines for key in engine.pool.keys}
+    distinct = {key for engine in engines for key in engine.pools.paged.pool.keys}
     assert distinct and len(policy.router.index) == len(distinct)
     for engine in engines:
         engine.scheduler.check()

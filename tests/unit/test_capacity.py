@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from pipeline.cli import capacity as command
 from pipeline.cli.capacity_options import ReplicaOptions
 from pipeline.cli.main import main
 from pipeline.sources.traffic import logged_calls
+from runtime.engine.core import EngineCore
+from runtime.engine.in_process import ModelledTime, answer_all
 from runtime.simulation.capacity import (
     EVERYONE_WAITS,
     CapacityAnswer,
@@ -23,12 +26,15 @@ from runtime.simulation.capacity import (
     find_capacity,
     tried,
 )
-from runtime.simulation.fleet import FleetShape, FleetSimulation, Late
+from runtime.simulation.engine import SimulatedEngine
+from runtime.simulation.fleet import FleetShape, FleetSimulation, Late, cached_tokens
 from runtime.simulation.step_lengths import read_step_lengths, step_lengths
-from runtime.simulation.traffic import Traffic, logged_traffic, read_trace
+from runtime.simulation.traffic import Traffic, logged_traffic, multi_turn, read_trace
+from runtime.wire.limits import Limits
+from runtime.wire.messages import GenerateRequest
 from tapeout.errors import ExitCode, RequestError
 from tapeout.slo import LatencyObjective, ServiceLevelObjectives
-from tapeout.state import Recurrent
+from tests.chain_engine import ChainEngine
 
 STEPS = {"decode_seconds": {"1": 0.003, "8": 0.006, "32": 0.015}, "token_seconds": 0.0002}
 LENGTHS = step_lengths({1: 0.003, 8: 0.006, 32: 0.015}, 0.0002)
@@ -81,6 +87,37 @@ def test_a_hopeless_fleet_is_given_up_early() -> None:
     assert not early.whole and whole.whole and 20 <= early.requests < whole.requests
     assert early.steps < 0.5 * whole.steps
     assert whole.ttft_p99 > 400 and whole.busy > 0.95
+
+
+@pytest.mark.parametrize("blocks", [0, 64])
+@pytest.mark.parametrize("slots", [2, 5, 24])
+def test_a_simulated_engine_resumes_prompts_where_the_servers_core_does(blocks: int, slots: int) -> None:
+    """Planted: slots are not looked at, or snapshots that were copied are never given back."""
+    draw, size, longest = random.Random(slots), 64, 2048
+    begin = [draw.randrange(200) for _ in range(1500)]
+    prompts = [[*begin[: draw.choice((130, 400, 1500))], 200 + n, *begin[: n % 3 * 70]] for n in range(12)]
+    engine = ChainEngine(blocks=blocks, slots=slots, block_tokens=size, max_tokens=longest, vocab_size=256)
+    core = EngineCore(ModelledTime(engine), Limits(max_draft_tokens=0))
+    simulated, now, found, expected = SimulatedEngine(LENGTHS, blocks, slots=slots), 0.0, list[int](), list[int]()
+    for number, prompt in enumerate(2 * prompts):
+        request = GenerateRequest(str(number), prompt, 1)
+        expected += [answer.cached_tokens for answer in answer_all(core, [request])]
+        found.append(cached_tokens([simulated], request)[0])
+        simulated.add(request, range(1), now)
+        while (end := simulated.begin(now)) is not None:
+            ended = simulated.end(now := end)
+            assert all(cached == found[-1] for cached in ended.first.values())
+    assert found == expected and any(found)
+    simulated.scheduler.check()
+
+
+def test_a_replica_with_few_slots_of_recurrent_state_holds_less_traffic() -> None:
+    talks = multi_turn(0, seconds=30, rate=1.5)
+    few, many, none = (
+        FleetSimulation(talks, LENGTHS, FleetShape(2, 60_000, EVERYONE_WAITS, slots=slots)).run()
+        for slots in (4, 128, 0)
+    )
+    assert few.hits < many.hits <= none.hits and few.ttft_p99 > many.ttft_p99
 
 
 def test_cost_is_paid_time_over_tokens() -> None:
@@ -185,17 +222,24 @@ def test_lengths_come_from_the_benchmark_of_the_very_bundle(monkeypatch: pytest.
     numbers = SimpleNamespace(digest="a" * 64, itl_ms={1: 3.0, 4: 5.0}, prefill_tokens_per_s=2000.0)
     records: dict[str, Any] = {
         "EngineBundle": SimpleNamespace(
-            digest="a" * 64, record=SimpleNamespace(io=SimpleNamespace(slots=4, max_tokens=512, state=()))
+            digest="a" * 64,
+            record=SimpleNamespace(io=SimpleNamespace(slots=4, max_tokens=512, token_bytes=96, slot_bytes=0)),
         ),
         "Benchmark": SimpleNamespace(record=SimpleNamespace(candidate=numbers, price_per_hour=0.3)),
     }
     monkeypatch.setattr(command.artifact, "load_record", lambda _, kind: records[kind.__name__])
     replica = command.ReplicaModel(ReplicaOptions())
     assert replica.lengths == step_lengths({1: 0.003, 4: 0.005}, 0.0005)
-    assert (replica.cache_tokens, replica.max_tokens, replica.price) == (2048, 512, 0.3)
-    records["EngineBundle"].record.io.state = (Recurrent(layer=0, tensors=()),)
-    with pytest.raises(RequestError, match="keeps recurrent state in slots"):
-        command.ReplicaModel(ReplicaOptions())
+    assert (replica.cache_tokens, replica.slots, replica.max_tokens, replica.price) == (2048, 0, 512, 0.3)
+    with pytest.raises(RequestError, match="--slots 3"):
+        command.ReplicaModel(ReplicaOptions(slots=3))
+    io = records["EngineBundle"].record.io
+    io.token_bytes, io.slot_bytes = 0, 4096  # of a model without attention
+    replica = command.ReplicaModel(ReplicaOptions())
+    assert (replica.cache_tokens, replica.slots) == (0, 8)
+    assert command.ReplicaModel(ReplicaOptions(slots=3)).slots == 3
+    with pytest.raises(RequestError, match="--cache-tokens 640"):
+        command.ReplicaModel(ReplicaOptions(cache_tokens=640))
     records["EngineBundle"].digest = "b" * 64
     with pytest.raises(RequestError, match="the benchmark beside"):
         command.ReplicaModel(ReplicaOptions())

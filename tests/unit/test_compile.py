@@ -56,6 +56,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "merge_linears": 2 * LAYERS,
         "cached_attention": LAYERS,
         "transposes": 0,
+        "linear_parts": 0,
         "recurrences": 0,
         "recurrent_conv": 0,
         "native_experts": 0,

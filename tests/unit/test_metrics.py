@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -111,6 +112,10 @@ def test_gauges_are_those_of_the_last_report() -> None:
     found = values(metrics)
     slots = [found[f"tapeout:state_slots{part}"] for part in ("", "_held", "_cached")]
     assert slots == [8, 3, 2] and found["vllm:kv_cache_usage_perc"] == 0.25
+    client.info = replace(client.info, slot_bytes=4096)
+    client.stats = client.stats._replace(blocks=0, blocks_held=0)  # of a model without attention
+    found = values(metrics)
+    assert found["vllm:kv_cache_usage_perc"] == 0.375 and found["tapeout:state_slot_bytes"] == 4096
 
 
 def http_app(metrics: Metrics) -> FastAPI:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from engines.kernels import cpu as native
 from engines.kernels.operators import DOMAIN, OPERATORS
 from engines.sessions import cpu_options, open_session
+from engines.state_buffers import BFLOAT16
 from engines.targets.ort_cpu import library
 from tests import recurrences
 from tests.lowering import model_of, named, parameter, value
@@ -24,6 +28,7 @@ from tests.recurrences import Double
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 SLOTS = 5
+Halves = NDArray[np.uint16]  # numbers in bfloat16
 DEFINITIONS: dict[str, Callable[..., tuple[Double, Double]]] = {
     "GatedDelta": recurrences.gated_delta,
     "SelectiveScan": recurrences.selective_scan,
@@ -65,9 +70,10 @@ def per_token(operator: str) -> list[str]:
 
 
 @cache
-def session(operator: str, shape: Shape, threads: int = 1) -> ort.InferenceSession:
+def session(operator: str, shape: Shape, threads: int = 1, *, half: bool = False) -> ort.InferenceSession:
     inputs = [value(name, ["batch", "tokens", int(np.prod(shape.of_token(name)))]) for name in per_token(operator)]
-    inputs.append(value("state", [SLOTS, *shape.state]))
+    element = ir.DataType.BFLOAT16 if half else ir.DataType.FLOAT
+    inputs.append(value("state", ["slots", *shape.state], element))
     inputs += [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
     node = ir.node(operator, inputs, attributes={"groups": shape.groups}, domain=DOMAIN)
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
@@ -79,18 +85,21 @@ def session(operator: str, shape: Shape, threads: int = 1) -> ort.InferenceSessi
 def run(
     opened: ort.InferenceSession,
     tokens: dict[str, Matrix],
-    state: Matrix,
+    state: Matrix | Halves,
     counts: list[int],
     starts: list[int],
     slots: list[int],
 ) -> Matrix:
     """``tokens``: each ``[M, ..]``; ``state`` is changed in place. Returns ``[M, H, V]``."""
-    held = {name: array.reshape(1, len(array), -1) for name, array in tokens.items()} | {"state": state}
+    held: dict[str, NDArray[Any]] = {name: array.reshape(1, len(array), -1) for name, array in tokens.items()} | {
+        "state": state
+    }
     for name, numbers in {"offsets": np.cumsum([0, *counts]), "starts": starts, "slots": slots}.items():
-        held[name] = np.array(numbers, np.int32)  # pyright: ignore[reportArgumentType]
+        held[name] = np.array(numbers, np.int32)
     binding = opened.io_binding()
     for name, array in held.items():  # bound by address
-        binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        element = BFLOAT16 if array.dtype == np.uint16 else array.dtype.type
+        binding.bind_input(name, "cpu", 0, element, array.shape, array.ctypes.data)
     binding.bind_output("y", "cpu")
     opened.run_with_iobinding(binding)
     y = binding.copy_outputs_to_cpu()[0][0]
@@ -111,6 +120,15 @@ def drawn(operator: str, shape: Shape, count: int, seed: int) -> dict[str, Matri
 def unknown(shape: Shape) -> Matrix:
     """What a sequence before may have left: nothing that a new one may read."""
     return np.full((SLOTS, *shape.state), np.nan, np.float32)
+
+
+def halves(floats: Matrix) -> Halves:
+    """To the nearest bfloat16, of two as near the larger magnitude."""
+    return ((np.ascontiguousarray(floats).view(np.uint32) + np.uint32(0x8000)) >> 16).astype(np.uint16)
+
+
+def floats(halves: Halves) -> Matrix:
+    return (halves.astype(np.uint32) << 16).view(np.float32)
 
 
 @pytest.mark.parametrize("operator", DEFINITIONS)
@@ -141,17 +159,18 @@ def test_the_state_after_thousands_of_tokens_is_near_the_definition(operator: st
     operator=st.sampled_from(sorted(DEFINITIONS)),
     shape=st.sampled_from(SHAPES[:3]),
     threads=st.sampled_from((1, 2)),
+    half=st.booleans(),
 )
 def test_a_token_is_the_same_to_the_bit_however_sequences_are_cut_and_mixed(
-    seed: int, operator: str, shape: Shape, threads: int
+    seed: int, operator: str, shape: Shape, threads: int, half: bool
 ) -> None:
     """Sequences grow by pieces of any size, none too, in any order, beside each other."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, 13, 3).tolist()
     texts = [drawn(operator, shape, length, 10 + n) for n, length in enumerate(lengths)]
-    slots, state = [4, 0, 2], unknown(shape)
+    slots, state = [4, 0, 2], halves(unknown(shape)) if half else unknown(shape)
     alone = [
-        run(session(operator, shape), text, state.copy(), [length], [0], [1])
+        run(session(operator, shape, half=half), text, state.copy(), [length], [0], [1])
         for text, length in zip(texts, lengths, strict=True)
     ]
     done, found = [0, 0, 0], [np.empty((0, shape.heads, shape.values), np.float32)] * 3
@@ -167,12 +186,47 @@ def test_a_token_is_the_same_to_the_bit_however_sequences_are_cut_and_mixed(
             for name in texts[0]
         }
         starts = [done[n] for n in chosen]
-        y = run(session(operator, shape, threads), pieces, state, counts, starts, [slots[n] for n in chosen])
+        y = run(session(operator, shape, threads, half=half), pieces, state, counts, starts, [slots[n] for n in chosen])
         for n, part in zip(chosen, np.split(y, np.cumsum(counts)[:-1]), strict=True):
             found[n] = np.concatenate([found[n], part])
             done[n] += len(part)
     for whole, parts in zip(alone, found, strict=True):
         assert (whole == parts).all()
+
+
+@pytest.mark.parametrize("operator", DEFINITIONS)
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(heads=2, groups=1, keys=300, values=70)], ids=str)
+def test_a_state_in_bfloat16_is_rounded_after_each_token(operator: str, shape: Shape) -> None:
+    """To the bit what comes of a state in float32 that is rounded between two runs of one token."""
+    tokens, state, single = drawn(operator, shape, 12, 3), halves(unknown(shape)), unknown(shape)
+    y = run(session(operator, shape, half=True), tokens, state, [12], [0], [3])
+    for token in range(12):
+        one = {name: array[token : token + 1] for name, array in tokens.items()}
+        assert (run(session(operator, shape), one, single, [1], [token], [3])[0] == y[token]).all()
+        single[3] = floats(halves(single[3]))
+    assert (floats(state[3]) == single[3]).all()
+    assert (state[[0, 1, 2, 4]] == halves(unknown(shape))[0]).all()
+
+
+def test_numbers_are_rounded_to_the_nearest_bfloat16() -> None:
+    """Sequences of one token, whose state is its value: ties, subnormals and what is not finite among them."""
+    draw = np.random.default_rng(0)
+    bits = draw.integers(0, 1 << 32, 4000, np.uint32)
+    ties = draw.integers(0, 1 << 16, 4000, np.uint32) << 16 | 0x8000
+    numbers = np.concatenate([bits, ties, np.array([0, 0x7F7FFFFF, 0x7F800000, 0xFF800000], np.uint32)])
+    given = np.where(np.isnan(numbers.view(np.float32)), np.float32(np.nan), numbers.view(np.float32))
+    count, ones = len(given), np.ones((len(given), 1), np.float32)
+    tokens = {"value": given[:, None], "query": ones, "key": ones, "decay": 0 * ones}
+    state = np.zeros((count, 1, 1, 1), np.uint16)
+    run(
+        session("SelectiveScan", Shape(1, 1, 1, 1), half=True), tokens, state, [1] * count, [0] * count, [*range(count)]
+    )
+    found = floats(state).ravel()
+    np.testing.assert_array_equal(found, floats(halves(given)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        to_even = given.astype(ml_dtypes.bfloat16).astype(np.float32)
+    tied = (given.view(np.uint32) & 0xFFFF) == 0x8000
+    np.testing.assert_array_equal(found[~tied], to_even[~tied])
 
 
 @pytest.mark.parametrize(

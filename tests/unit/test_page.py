@@ -142,10 +142,16 @@ def test_gauges_show_what_the_engine_reports(
     playwright.expect(page.locator("#slots")).to_be_hidden()
     client.stats = client.stats._replace(slots=16, slots_held=3, slots_cached=9)
     playwright.expect(page.locator("#slots")).to_have_text("3 of 16 slots of recurrent state, 9 kept for prefixes")
+    client.info = replace(client.info, slot_bytes=250_000)
+    playwright.expect(page.locator("#slots")).to_have_text(
+        "3 of 16 slots of recurrent state, 9 kept for prefixes, 4.0 MB in all"
+    )
     playwright.expect(page.locator("#kv-blocks")).to_be_visible()
     client.stats = client.stats._replace(blocks=0, blocks_held=0)  # of a model without attention
     playwright.expect(page.locator("#kv-blocks")).to_be_hidden()
-    playwright.expect(page.locator("#kv")).to_have_text("–")
+    playwright.expect(page.get_by_role("meter", name="Recurrent state in use")).to_have_attribute(
+        "aria-valuenow", f"{round(1000 * 3 / 16) / 10:g}"
+    )
     playwright.expect(page.locator("#slots")).to_be_visible()
     client.healthy = False
     playwright.expect(page.locator("#status")).to_contain_text("the engine has not reported")

@@ -149,6 +149,21 @@ def test_snapshots_have_a_number_of_their_own(
     assert [io.sequences_in(memory, snapshots) for memory in (held, held - 1, 0)] == [3, 2, 0]
 
 
+@pytest.mark.parametrize("kind", [kind for kind, state in KINDS.items() if any(type(s) is Recurrent for s in state)])
+def test_snapshots_are_a_share_of_all_memory_of_state(kind: str) -> None:
+    io = IOContract(inputs=(), state=KINDS[kind], max_tokens=256, slots=3, vocab_size=V)
+    each = 256 * io.token_bytes + io.slot_bytes
+    for share in (0.0, 0.1, 0.5, 0.9):
+        snapshots = io.snapshots_in(share, 3)
+        assert snapshots * io.slot_bytes <= share * (3 * each + snapshots * io.slot_bytes) + 1e-6
+        assert (snapshots + 1) * io.slot_bytes > share * (3 * each + (snapshots + 1) * io.slot_bytes)
+        memory = 10 * each
+        bounded = io.snapshots_in(share, 3, memory)
+        assert 0 <= share * memory - bounded * io.slot_bytes < io.slot_bytes
+        assert io.sequences_in(memory, bounded) * each + bounded * io.slot_bytes <= memory
+    assert IOContract(inputs=(), state=(), max_tokens=256, slots=3, vocab_size=V).snapshots_in(0.5, 3) == 0
+
+
 def test_a_step_that_failed_leaves_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the session fails after it has written some state. What it left is never continued."""
     engine = engine_of("mixed", tmp_path, monkeypatch)

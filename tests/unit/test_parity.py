@@ -57,6 +57,9 @@ class TwoLayers:
     def states(self) -> dict[str, list[FloatArray]]:
         return {}
 
+    def state_rounding(self, tokens: Sequence[int]) -> None:
+        return None
+
     def embedding(self) -> FloatArray:
         return self.table
 

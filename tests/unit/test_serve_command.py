@@ -11,7 +11,7 @@ import pytest
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from pipeline.cli import engine
-from pipeline.cli.serve import find_challenger, parse_bytes, require_judged
+from pipeline.cli.serve import find_challenger, parse_bytes, parse_snapshots, require_judged
 from pipeline.cli.serve_options import ApprovalOptions, EngineOptions
 from pipeline.registry import serving
 from pipeline.registry.access import VersionReference
@@ -117,6 +117,12 @@ def test_the_address_is_taken_at_once() -> None:
         listen("127.0.0.1", first.getsockname()[1])
     with pytest.raises(ServeError, match="cannot listen"):
         listen("no.such.host.invalid", 8000)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "100%", "-5%", "25 percent"])
+def test_numbers_and_shares_of_snapshots_that_are_none(text: str) -> None:
+    with pytest.raises(ServeError, match="a share below 100%"):
+        parse_snapshots(text)
 
 
 @pytest.mark.parametrize("text", ["", "x", "1X", "-1", "1e9"])

@@ -71,6 +71,12 @@ def out_features_of(node: ir.Node) -> list[int]:
     return list(node.attributes["out_features"].as_ints())
 
 
+def parts_of(node: ir.Node) -> list[int]:
+    """Columns of the parts of a head, where the output has one part of all heads after the other; empty elsewhere."""
+    found = node.attributes.get("parts")
+    return [] if found is None else list(found.as_ints())
+
+
 def quantized(lowering: Lowering, node: ir.Node) -> list[QuantizedWeight]:
     """The weights of a linear; empty where one of them is in float."""
     parts = [lowering.weights.linear(name) for name in weights_of(node)]
@@ -130,7 +136,12 @@ def put(lowering: Lowering, node: ir.Node, nodes: list[ir.Node], kind: str) -> N
     lowering.plan[label_of(lowering, node)] = kind
     replace(lowering.model, [node], nodes, {node.outputs[0]: output})
     lowering.linear_outputs.append(
-        LinearOutput(value=output.name or "", weights=tuple(weights_of(node)), rows=tuple(out_features_of(node)))
+        LinearOutput(
+            value=output.name or "",
+            weights=tuple(weights_of(node)),
+            rows=tuple(out_features_of(node)),
+            parts=tuple(parts_of(node)),
+        )
     )
 
 

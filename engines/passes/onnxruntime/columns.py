@@ -8,15 +8,25 @@ from engines.passes.base import attribute, dimension, producer_of, sizes
 
 
 def columns_of(value: ir.Value) -> tuple[ir.Value, int]:
-    """The tensor ``[.., W]`` of which ``[.., C]`` is a part, and the part's first column; else the value and 0."""
-    split = producer_of(value, "Split")
+    """The tensor ``[.., W]`` of which ``[.., C]`` is a part, and the part's first column; else the value and 0.
+
+    Parts that are split and joined again in their order are one part.
+    """
+    joined = producer_of(value, "Concat")
+    parts = [value] if joined is None else list(joined.inputs)
+    first = parts[0]
+    split = producer_of(first, "Split")
     whole = split.inputs[0] if split is not None else None
-    if split is None or whole is None or whole.shape is None or value.shape is None:
+    if first is None or split is None or whole is None or whole.shape is None or value.shape is None:
         return value, 0
-    if attribute(split, "axis", 0) not in (-1, len(whole.shape) - 1):
+    last = (-1, len(whole.shape) - 1)
+    if attribute(split, "axis", 0) not in last or (joined is not None and attribute(joined, "axis", 0) not in last):
         return value, 0
-    before = split.outputs[: list(split.outputs).index(value)]
-    return whole, sum(dimension(part, -1) for part in before)
+    outputs = list(split.outputs)
+    at = outputs.index(first)
+    if outputs[at : at + len(parts)] != parts:
+        return value, 0
+    return whole, sum(dimension(part, -1) for part in outputs[:at])
 
 
 def runs_of(value: ir.Value) -> tuple[ir.Value, int, int, int]:

@@ -225,10 +225,11 @@ def _norm_before(x: ir.Value, gate: ir.Value, y: ir.Value) -> tuple[ir.Value, ir
         return norm.inputs[0], gate, _GateNorm(y, weight, group, epsilon)
     parts = [producer_of(norm.inputs[0], "Reshape"), producer_of(gate, "Reshape")]
     sources = [part.inputs[0] for part in parts if part is not None]
-    joined = only_use(y)
-    if joined is None or joined.op_type != "Reshape" or len(sources) < 2:
+    end, flat = y, list[ir.Value]()
+    while (joined := only_use(end)) is not None and joined.op_type == "Reshape" and len(end.shape or ()) != 3:
+        end = joined.outputs[0]
+    if end is y or len(sources) < 2:
         return None
-    end, flat = joined.outputs[0], list[ir.Value]()
     for source in sources:
         source = _unreshaped(source, end)
         if source is None:

@@ -5,7 +5,8 @@
     SelectiveScan(value, query, key, decay, mask, past)
         ->   SelectiveScan(value, query, key, decay, state, offsets, starts, slots, rate, bias, skip)
 
-The graph inputs change as for short convolutions (``recurrent_conv.py``); the state is ``[slots, H, K, V]``. Inputs are
+The graph inputs change as for short convolutions (``recurrent_conv.py``); the state is ``[slots, H, K, V]``, in float32
+or, where the plan says so, in bfloat16, rounded after each token. Inputs are
 read where they lie, as columns of the linear's or convolution's output that a model splits. What models compute around
 the recurrence is computed with it where it is written as they write it:
 
@@ -72,15 +73,16 @@ def run(lowering: Lowering) -> PassResult:
                 expected="a recurrence that a kernel of the target computes (docs/native-kernels.md)",
                 remedy="build this model for another target",
             )
-        notes += (f"layer {layer_of_node(node)}: {note}" for note in _lower(model, node, where))
+        notes += (f"layer {layer_of_node(node)}: {note}" for note in _lower(lowering, node, where))
         model.functions.pop(("tapeout", name, ""), None)
     drop_mask(model)
     model.opset_imports[DOMAIN] = 1
     return PassResult(len(nodes), tuple(notes))
 
 
-def _lower(model: ir.Model, node: ir.Node, where: list[ir.Value]) -> list[str]:
+def _lower(lowering: Lowering, node: ir.Node, where: list[ir.Value]) -> list[str]:
     """Replace one node. Returns what could not be computed with it."""
+    model = lowering.model
     value, query, key, decay, *betas, _, past = node.inputs
     assert value is not None and query is not None and key is not None and decay is not None
     assert past is not None and past.shape is not None
@@ -115,6 +117,7 @@ def _lower(model: ir.Model, node: ir.Node, where: list[ir.Value]) -> list[str]:
     inputs += [past, *where, step.rate if step else None, step.bias if step else None, *([skip] if scans else [])]
     heads, _, channels = (dimension(past, axis) for axis in (1, 2, 3))
     past.shape = ir.Shape(["slots", *list(past.shape)[1:]])
+    past.type = ir.TensorType(ir.DataType[{"float32": "FLOAT", "bfloat16": "BFLOAT16"}[lowering.recurrent_dtype]])
     flat = new_value(f"{past.name}.read")
     flat.type = output.type
     flat.shape = ir.Shape([*list(value.shape or ())[:2], heads * channels])

@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from engines.state_buffers import numpy_element
 from tapeout.errors import ResourceError
 from tapeout.resources import available_memory
 from tapeout.state import StateBuffer
@@ -66,13 +67,6 @@ class Bound:
             array = self.arrays[name] = np.empty(shape, dtype)
             bind(name, "cpu", 0, dtype, shape, array.ctypes.data)
         return array
-
-
-def bind_cache(binding: ort.IOBinding, cache: dict[str, NDArray[Any]]) -> None:
-    """Bind caches by name, ``LAYER.key|value``. Attention updates them in place, so they are inputs only."""
-    for name, buffer in cache.items():
-        address = buffer.ctypes.data
-        binding.bind_input(f"past_key_values.{name}", "cpu", 0, buffer.dtype.type, buffer.shape, address)
 
 
 class BlockMemory:
@@ -129,8 +123,9 @@ def require_slots(slots: int, slot_bytes: int) -> None:
         )
 
 
-def zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+def zeros(shape: tuple[int, ...], element: str) -> NDArray[Any]:
     """An array in memory of :func:`_pages`."""
+    dtype = numpy_element(element)
     return np.frombuffer(_pages(shape, dtype), dtype).reshape(shape)
 
 

@@ -25,9 +25,10 @@ from engines.bundle import (
 from engines.kernels.cpu.serving import library_of
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
 from engines.sessions import cpu_options, keep_mapped, open_session, threads_of
+from engines.state_buffers import bind_state
 from engines.state_slots import UNKNOWN, StateSlots
 from engines.step_inputs import StepPiece, check, not_finite, result_of, runs
-from engines.targets.ort_cpu.buffers import BlockMemory, Bound, bind_cache, require_slots, zeros
+from engines.targets.ort_cpu.buffers import BlockMemory, Bound, require_slots, zeros
 from tapeout.artifact import Artifact
 from tapeout.errors import RequestError
 from tapeout.state import NO_SLOT, SEQUENCE_SLOTS, Recurrent, paged_buffers, recurrent_buffers
@@ -164,7 +165,7 @@ class PagedEngine:
 
     def _bind(self, wanted: str) -> Bound:
         bound = Bound(self._session.io_binding())
-        bind_cache(bound.binding, self._memory.arrays | self._state)
+        bind_state(bound.binding, self._memory.arrays | self._state)
         if self.capabilities.chooses_tokens:
             bound.input(GREEDY, (), np.bool_)[...] = wanted == NEXT_TOKENS
         return bound

@@ -27,7 +27,8 @@ class ParityItem(Frozen):
     ``kl_sum``, ``kl_max`` and ``agree`` are of logits with every linear locked to the engine's output. ``errors``: of
     each of those linears, relative, over the document. ``position_error``: the largest one at any one position, of
     ``position_linear``. ``state_errors``: of the recurrent state that the document leaves, relative. ``free_*`` are of
-    both running freely; None where that was not measured.
+    both running freely; None where that was not measured. ``state_kl_sum``: of the quantized model with states in
+    float32 and in bfloat16, activations in float; None where states are in float32.
     """
 
     doc_hash: str
@@ -39,6 +40,7 @@ class ParityItem(Frozen):
     position_error: float
     position_linear: str
     state_errors: dict[str, float] = Field(default_factory=dict[str, float])
+    state_kl_sum: float | None = None
     free_kl_sum: float | None = None
     free_agree: int | None = None
 
@@ -78,6 +80,7 @@ class ParityReport(EvidenceRecord):
     vocabulary: int  # of the candidate
     max_tokens: int  # of the candidate
     states: tuple[str, ...] = ()  # recurrent state of the candidate, LAYER.TENSOR
+    half_states: tuple[str, ...] = ()  # of these, the ones in bfloat16
     embedding: TableError
     head: TableError  # by the logits of all documents
 
@@ -94,6 +97,9 @@ class ParityBounds(DocumentBounds):
     max_parity_position_error: float = Field(default=0.05, gt=0, le=0.5)  # of any one linear at any one position
     max_parity_row_error: float = Field(default=0.01, gt=0, le=0.5)  # of any one row of embedding and head
     max_parity_state_error: float = Field(default=1e-4, gt=0, le=0.1)  # relative, of any one state a document leaves
+    # Of one in bfloat16: a number between two of them may fall on either side, and stays there while little decays.
+    max_parity_half_state_error: float = Field(default=0.03, gt=0, le=0.1)
+    max_parity_state_kl: float = Field(default=0.002, gt=0, le=0.1)  # that bfloat16 costs, mean over any one document
     max_parity_document_kl: float = Field(default=0.01, gt=0, le=0.5)  # mean over any one document
 
 
@@ -153,7 +159,7 @@ class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
                     bounds.max_parity_row_error,
                     "tables",
                 ),
-                *_state_checks(report, bounds.max_parity_state_error),
+                *_state_checks(report, bounds),
                 at_most(
                     "parity_document_kl",
                     "mean KL of the worst document, engine against quantized model, nats",
@@ -179,6 +185,7 @@ RULES: tuple[Rule[ParityItem], ...] = (
         lambda i: (
             not i.errors
             or not all(0 <= e < math.inf for e in (*i.errors.values(), i.position_error, *i.state_errors.values()))
+            or not 0 <= (i.state_kl_sum or 0) < math.inf
         ),
     ),
 )
@@ -200,22 +207,42 @@ def _incomplete(report: Report[ParityReport, ParityItem]) -> list[str]:
         problems.append(f"ParityReport reaches {longest} positions, of {record.max_tokens}")
     if any(item.state_errors.keys() != set(record.states) for item in items):
         problems.append("ParityReport does not compare every recurrent state on every document")
+    if not set(record.half_states) <= set(record.states):
+        problems.append("ParityReport names states in bfloat16 that are none of its states")
+    if any((item.state_kl_sum is None) == bool(record.half_states) for item in items):
+        problems.append("ParityReport does not measure on every document what states in bfloat16 cost")
     if len({frozenset(item.errors) for item in items}) > 1:
         problems.append("ParityReport compares other linears on some documents than on others")
     return problems
 
 
-def _state_checks(report: Report[ParityReport, ParityItem], bound: float) -> list[Check]:
+def _state_checks(report: Report[ParityReport, ParityItem], bounds: ParityBounds) -> list[Check]:
     """None for a model without recurrent state."""
-    if not report.record.states:
-        return []
-    found = {
-        f"state {name} after {item.tokens} tokens of document {short(item.doc_hash)}": error
-        for item in report.items
-        for name, error in item.state_errors.items()
+    half = set(report.record.half_states)
+    kinds = {
+        "parity_state_error": (set(report.record.states) - half, "recurrent state", bounds.max_parity_state_error),
+        "parity_half_state_error": (half, "recurrent state in bfloat16", bounds.max_parity_half_state_error),
     }
-    title = "largest relative error of a recurrent state, engine against quantized model"
-    return [at_most("parity_state_error", title, found, bound, "states")]
+    checks = [
+        at_most(
+            check,
+            f"largest relative error of a {kind}, engine against quantized model",
+            {
+                f"state {name} after {item.tokens} tokens of document {short(item.doc_hash)}": item.state_errors[name]
+                for item in report.items
+                for name in names
+            },
+            bound,
+            "states",
+        )
+        for check, (names, kind, bound) in kinds.items()
+        if names
+    ]
+    costs = {f"document {short(i.doc_hash)}": (i.state_kl_sum or 0.0) / i.tokens for i in report.items if half}
+    title = "mean KL of the worst document, states in float32 against bfloat16, nats"
+    return checks + (
+        [at_most("parity_state_kl", title, costs, bounds.max_parity_state_kl, "documents")] if half else []
+    )
 
 
 def _worst(items: Sequence[ParityItem], condition: Condition) -> Check:

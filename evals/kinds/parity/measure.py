@@ -25,6 +25,7 @@ from tapeout.artifact import Artifact, Parents
 from tapeout.errors import EvidenceError
 from tapeout.fingerprint import Fingerprint
 from tapeout.progress import ProgressBar
+from tapeout.state import LayerState, Recurrent
 
 if TYPE_CHECKING:
     from engines.target import Probe
@@ -49,6 +50,7 @@ def measure(context: Context, folder: Path) -> None:
         built_from=quantized.digest,
         executed_on=context.executed_on(),
         parents={"candidate": candidate, "quantized": quantized},
+        state=candidate.record.io.state,
     )
 
 
@@ -64,8 +66,11 @@ def parity(
     built_from: str,
     executed_on: Fingerprint,
     parents: Parents,
+    state: Sequence[LayerState] = (),
 ) -> Artifact[ParityReport]:
     """Write the ParityReport; ``head``: the output head's parameter; ``candidate``, ``built_from``: digests.
+
+    ``state``: of the candidate's layers.
 
     ``max_tokens``: positions of the engine; all documents joined to one of that length are compared, too.
     """
@@ -81,6 +86,7 @@ def parity(
         vocabulary=rows.vocabulary,
         max_tokens=max_tokens,
         states=tuple(items[0].state_errors),
+        half_states=half_states(state),
         embedding=embedding,
         head=rows.error(),
         executed_on=executed_on,
@@ -93,6 +99,12 @@ def parity(
         metrics=parity_metrics(items),
         add_files=lambda draft: logits.save(draft / REFERENCE_FILE),
     )
+
+
+def half_states(state: Sequence[LayerState]) -> tuple[str, ...]:
+    """Names of recurrent state in bfloat16, as a probe has them."""
+    recurrent = [one for one in state if isinstance(one, Recurrent)]
+    return tuple(f"{o.layer}.{tensor.name}" for o in recurrent for tensor in o.tensors if tensor.dtype == "bfloat16")
 
 
 def compare(
@@ -172,6 +184,7 @@ def _compare_document(
         agree=agree,
         errors={name: whole for name, (whole, _) in errors.items()},
         state_errors=_state_errors(probe.states(), reference.states()),
+        state_kl_sum=_state_kl(reference, tokens),
         position_error=errors[position][1],
         position_linear=position,
     )
@@ -185,6 +198,15 @@ def _compare_document(
             "free_agree": int((unlocked.argmax(axis=1) == actual.argmax(axis=1)).sum()),
         }
     )
+
+
+def _state_kl(reference: ReferenceModel, tokens: Sequence[int]) -> float | None:
+    """What states of fewer bits cost, in nats; None where there are none."""
+    if (found := reference.state_rounding(tokens)) is None:
+        return None
+    for logits in found:
+        _require_comparable(logits, logits, len(tokens))
+    return float(kl_divergences(*found).sum())
 
 
 def _state_errors(found: Mapping[str, FloatArray], expected: Mapping[str, Sequence[FloatArray]]) -> dict[str, float]:

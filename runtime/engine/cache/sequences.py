@@ -37,6 +37,10 @@ class SequenceCache:
         resume = self._agreed(keys, now, 0)
         return Match(resume * self._size, max(now) * self._size, self._agreed(keys, later, 1) > resume)
 
+    def resumable(self, keys: Sequence[bytes]) -> int:
+        """After how many of these blocks a sequence can resume now."""
+        return self._agreed(keys, [kind.longest(keys)[0] for kind in self._kinds], 0)
+
     def open(self, lease: Lease, match: Match, tokens: int, demands: Sequence[Demand]) -> bool:
         """Give a sequence of so many tokens its state up to a match, and room for the rest.
 

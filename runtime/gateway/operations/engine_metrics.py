@@ -74,12 +74,14 @@ class EngineCollector(Collector):
         gauge("vllm:num_requests_running", "Requests that have KV blocks.", stats.running)
         gauge("vllm:num_requests_waiting", "Requests in the queue.", stats.waiting)
         gauge("tapeout:waiting_tokens", "Prompt tokens in the queue.", stats.waiting_tokens)
-        gauge("vllm:kv_cache_usage_perc", "KV blocks held by requests, 0 to 1.", kv_usage(stats))
+        held = "KV blocks held by requests, 0 to 1; of a model without attention slots of recurrent state."
+        gauge("vllm:kv_cache_usage_perc", held, kv_usage(stats))
         gauge("tapeout:kv_blocks_cached", "KV blocks kept for shared prefixes.", stats.blocks_cached)
         if stats.slots:
             gauge("tapeout:state_slots", "Slots of recurrent state.", stats.slots)
             gauge("tapeout:state_slots_held", "Slots of recurrent state held by requests.", stats.slots_held)
             gauge("tapeout:state_slots_cached", "Snapshots kept for shared prefixes.", stats.slots_cached)
+            gauge("tapeout:state_slot_bytes", "Bytes of a slot of recurrent state.", info.slot_bytes)
         gauge("vllm:engine_healthy", "1 if the engine makes progress.", float(series.healthy))
         gauge("tapeout:ready", "1 if the server takes requests.", float(series.ready))
         cache = {"block_size": info.block_tokens, "num_gpu_blocks": info.blocks, "block_bytes": info.block_bytes}
@@ -95,8 +97,9 @@ class EngineCollector(Collector):
 
 
 def kv_usage(stats: EngineStats) -> float:
-    """Share of the KV blocks that requests hold, 0 to 1."""
-    return stats.blocks_held / stats.blocks if stats.blocks else 0.0
+    """Share of the KV blocks that requests hold, 0 to 1; where there are none, of the slots of recurrent state."""
+    held, all_of_them = (stats.blocks_held, stats.blocks) if stats.blocks else (stats.slots_held, stats.slots)
+    return held / all_of_them if all_of_them else 0.0
 
 
 def bandwidth_share(stats: EngineStats, weight_bytes: int, read_bandwidth: float) -> float:

@@ -102,6 +102,7 @@ class Page:
             "slots": stats.slots,
             "slots_held": stats.slots_held,
             "slots_cached": stats.slots_cached,
+            "slot_bytes": info.slot_bytes,
             "prefix_queries": counted["prefix_queries"],
             "prefix_hits": counted["prefix_hits"],
             "drafted_tokens": counted["drafted_tokens"],

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateKept, StateLeft, Tracer
 
 NAME = "Attention"
 NAME_WITH_SINKS = "AttentionWithSinks"  # a function of ONNX cannot leave an input out, so the two have a name each
@@ -95,7 +95,7 @@ class Attention:
     def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def by_token(self, model: Any) -> AbstractContextManager[None]:
+    def by_token(self, model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateKept, StateLeft, Tracer
     from tapeout.state import Recurrent
 
 NAME = "CausalConv"
@@ -78,7 +78,7 @@ class CausalConv:
 
         return conv_leaving(model, left)
 
-    def by_token(self, model: Any) -> AbstractContextManager[None]:
+    def by_token(self, model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
         return nullcontext()
 
 

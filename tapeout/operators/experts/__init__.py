@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateKept, StateLeft, Tracer
 
 NAME = "Experts"
 UP_INPUT, DOWN_INPUT = 3, 4
@@ -78,7 +78,7 @@ class Experts:
     def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def by_token(self, model: Any) -> AbstractContextManager[None]:
+    def by_token(self, model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
         return nullcontext()
 
 

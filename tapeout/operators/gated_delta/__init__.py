@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateKept, StateLeft, Tracer
     from tapeout.state import Recurrent
 
 NAME = "GatedDelta"
@@ -62,10 +62,10 @@ class GatedDelta:
 
         return delta_leaving(model, left)
 
-    def by_token(self, model: Any) -> AbstractContextManager[None]:
+    def by_token(self, model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
         from tapeout.operators.gated_delta.in_torch import delta_by_token
 
-        return delta_by_token(model)
+        return delta_by_token(model, kept)
 
 
 OPERATOR = GatedDelta()

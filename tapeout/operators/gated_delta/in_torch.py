@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tapeout.errors import ExportError
 from tapeout.operators import gated_delta
 from tapeout.operators.hub_functions import functions_replaced, hub_functions
-from tapeout.operators.operator import StateBefore, StateLeft, TracedState, Tracer
+from tapeout.operators.operator import StateBefore, StateKept, StateLeft, TracedState, Tracer
 
 FUNCTION = "chunk_gated_delta_rule"  # the one that models without a cache call
 BY_TOKEN = "fused_recurrent_gated_delta_rule"
@@ -54,9 +55,26 @@ def delta_traced(model: Any, tracer: Tracer) -> AbstractContextManager[None]:
     return functions_replaced(model, {FUNCTION: rule})
 
 
-def delta_by_token(model: Any) -> AbstractContextManager[None]:
+def delta_by_token(model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
     """See :meth:`tapeout.operators.operator.Operator.by_token`."""
-    return _by_token(model, lambda: None)
+    if kept is None:
+        return _by_token(model, lambda: None)
+    rules: list[Rule] = [vars(module)[name] for module, name in hub_functions(model).get(BY_TOKEN, [])]
+
+    def rule(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        options |= {"initial_state": None, "output_final_state": True}
+        parts = list[Tensor]()
+        for token in range(query.shape[1]):
+            one = (part[:, token : token + 1] for part in (query, key, value, g, beta))
+            output, state = rules[0](*one, **options)
+            assert state is not None
+            options["initial_state"] = kept(state)
+            parts.append(output)
+        return torch.cat(parts, 1), options["initial_state"]
+
+    return functions_replaced(model, dict.fromkeys((FUNCTION, BY_TOKEN), rule))
 
 
 def delta_resumed(model: Any, before: StateBefore) -> AbstractContextManager[None]:

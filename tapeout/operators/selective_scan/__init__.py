@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, StateLeft, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, StateKept, StateLeft, Tracer
     from tapeout.state import Recurrent
 
 NAME = "SelectiveScan"
@@ -62,9 +62,11 @@ class SelectiveScan:
 
         return scan_leaving(model, left)
 
-    def by_token(self, model: Any) -> AbstractContextManager[None]:
-        """transformers' chunks differ from each other by rounding only: nothing is replaced."""
-        return nullcontext()
+    def by_token(self, model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
+        """transformers' chunks differ from each other by rounding only: unless states are, nothing is replaced."""
+        from tapeout.operators.selective_scan.in_torch import scan_by_token
+
+        return nullcontext() if kept is None else scan_by_token(model, kept)
 
 
 OPERATOR = SelectiveScan()

@@ -19,7 +19,7 @@ from torch import Tensor
 from tapeout.errors import ExportError
 from tapeout.operators import selective_scan
 from tapeout.operators.hub_functions import functions_replaced, hub_functions
-from tapeout.operators.operator import StateBefore, StateLeft, TracedState, Tracer
+from tapeout.operators.operator import StateBefore, StateKept, StateLeft, TracedState, Tracer
 
 FUNCTION = "mamba_chunk_scan_combined"  # the one for several tokens, which models without a cache call
 
@@ -84,6 +84,25 @@ def scan_leaving(model: Any, left: StateLeft) -> AbstractContextManager[None]:
         output, state = scans[0](*arguments, **{**options, "return_final_states": True})
         left(selective_scan.STATE, state.transpose(2, 3))
         return (output, state) if options.get("return_final_states") else output
+
+    return functions_replaced(model, {FUNCTION: scan})
+
+
+def scan_by_token(model: Any, kept: StateKept) -> AbstractContextManager[None]:
+    """See :meth:`tapeout.operators.operator.Operator.by_token`."""
+    scans = [vars(module)[name] for module, name in hub_functions(model).get(FUNCTION, [])]
+
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **options: Any) -> Any:
+        final = options.get("return_final_states")
+        options |= {"initial_states": None, "return_final_states": True}
+        parts = list[Tensor]()
+        for token in range(x.shape[1]):
+            x1, dt1, b1, c1 = (part[:, token : token + 1] for part in (x, dt, B, C))
+            output, state = scans[0](x1, dt1, A, b1, c1, 1, **options)
+            options["initial_states"] = kept(state)
+            parts.append(output)
+        y = torch.cat(parts, 1)
+        return (y, options["initial_states"]) if final else y
 
     return functions_replaced(model, {FUNCTION: scan})
 

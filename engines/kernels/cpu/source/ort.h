@@ -26,7 +26,7 @@ typedef struct {
 } ApiBase;
 
 enum { ERROR_FAIL = 1, ERROR_ARGUMENT = 2 };
-enum { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6, INT64 = 7, BOOL = 9, HALF = 10 }; /* element types */
+enum { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6, INT64 = 7, BOOL = 9, HALF = 10, BFLOAT16 = 16 }; /* element types */
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
 enum {
@@ -146,7 +146,7 @@ typedef struct {
 } Tensor;
 
 static inline size_t size_of(int type) {
-  return type == FLOAT || type == INT32 ? 4 : type == INT64 ? 8 : type == HALF ? 2 : 1;
+  return type == FLOAT || type == INT32 ? 4 : type == INT64 ? 8 : type == HALF || type == BFLOAT16 ? 2 : 1;
 }
 
 static inline Status* data_of(Api api, const Value* value, void** data) {

@@ -5,7 +5,9 @@
        sequences, one sequence after the other. Each of them is the columns from `value_first` (and so on) of its tensor:
        H heads of V values, G heads of K queries or keys, of which each serves H / G heads of values, and a number a head.
        Several may be the same tensor
-     state [slots, H, K, V] float: after the tokens before; written in place
+     state [slots, H, K, V] float or bfloat16: after the tokens before; written in place. In bfloat16 it is rounded after
+       each token, so that every cut of a text rounds alike; a token's output is read before its state is rounded. NaN
+       stays NaN as arithmetic makes it
      offsets [B + 1] int32: the first token of each sequence; starts [B] int32: its position, at 0 the state is zeros
      slots [B] int32: the row of each sequence
      rate, bias, skip [H] float, each or none
@@ -26,6 +28,7 @@
 typedef enum { DELTA, SCAN } Rule; /* variants, in the order of declarations */
 enum { VALUE, QUERY, KEY, DECAY, BETA, PER_TOKEN };
 enum { AT_ONCE = 4 /* vectors of columns */, COLUMNS = AT_ONCE * LANES, MOST_RANK = 8 };
+typedef enum { FLOATS, ROUNDED /* floats that bfloat16 holds */, HALVES } Form; /* of a state in memory */
 enum { FEW_TOKENS = 4, MOST_COPIED = 256 * COLUMNS /* floats of the state */ };
 
 typedef struct {
@@ -48,7 +51,9 @@ typedef struct {
   int64_t H, G, K, V, jobs; /* jobs of a head */
   Columns in[PER_TOKEN];
   const float *rate, *bias, *skip;
-  float *state, *y;
+  void* state;
+  int half; /* the state is in bfloat16 */
+  float* y;
   const int32_t *offsets, *starts, *slots;
 } Work;
 
@@ -64,6 +69,43 @@ INLINE void store_some(float* to, F32x16 x, int64_t count) {
     store(to, x);
   else
     memcpy(to, &x, count * sizeof(float));
+}
+
+typedef uint16_t U16x16 __attribute__((vector_size(2 * LANES)));
+
+/* To the nearest bfloat16, of two as near the larger magnitude: two instructions, where ties to even take five. */
+INLINE U32x16 rounded_bits(F32x16 x) {
+  return (U32x16)x + 0x8000u;
+}
+INLINE F32x16 to_bfloat16(F32x16 x) {
+  return (F32x16)(rounded_bits(x) & 0xFFFF0000u);
+}
+INLINE F32x16 load_bfloat16(const uint16_t* from, int64_t count) {
+  U16x16 x = {0};
+  if (count == LANES)
+    memcpy(&x, from, sizeof x);
+  else
+    memcpy(&x, from, count * sizeof *from);
+  return (F32x16)(__builtin_convertvector(x, U32x16) << 16);
+}
+INLINE void store_bfloat16(uint16_t* to, F32x16 x, int64_t count) {
+  const U16x16 bits = __builtin_convertvector(rounded_bits(x) >> 16, U16x16);
+  if (count == LANES)
+    memcpy(to, &bits, sizeof bits);
+  else
+    memcpy(to, &bits, count * sizeof *to);
+}
+
+/* A vector of a state, `at` numbers from its first. */
+INLINE F32x16 load_state(const void* state, int64_t at, int64_t count, const Form form) {
+  return form == HALVES ? load_bfloat16((const uint16_t*)state + at, count)
+                        : load_some((const float*)state + at, count);
+}
+INLINE void store_state(void* state, int64_t at, F32x16 x, int64_t count, const Form form) {
+  if (form == HALVES)
+    store_bfloat16((uint16_t*)state + at, x, count);
+  else
+    store_some((float*)state + at, form == ROUNDED ? to_bfloat16(x) : x, count);
 }
 
 /* 1 / sqrt(sum of squares + 1e-6), the squares summed in one order whatever the level. */
@@ -92,7 +134,7 @@ INLINE void prefetch_token(const Work* w, int64_t token, int64_t group, int64_t 
 /* `vectors` of columns of one head from `first` on, over the tokens of a sequence. `matrix`: these columns of the state,
    rows `stride` apart. `last`: columns of the last vector, `kept`: those of it that a row has. */
 INLINE void over_tokens(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last,
-                        float* matrix, int64_t stride, int64_t kept) {
+                        void* matrix, int64_t stride, int64_t kept, const Form form) {
   const Kernel* k = w->kernel;
   const int64_t H = w->H, K = w->K, V = w->V, group = head * w->G / H;
   for (int64_t token = w->offsets[sequence]; token < w->offsets[sequence + 1]; token++) {
@@ -121,7 +163,7 @@ INLINE void over_tokens(const Work* w, int64_t sequence, int64_t head, int64_t f
       for (int64_t i = 0; i < K; i++) {
         const F32x16 scaled = splat(key[i] * key_scale);
         EACH (int v = 0; v < vectors; v++) {
-          F32x16 row = load_some(matrix + i * stride + v * LANES, v + 1 < vectors ? LANES : kept);
+          F32x16 row = load_state(matrix, i * stride + v * LANES, v + 1 < vectors ? LANES : kept, form);
           answer[v] = vfma(factor * row, scaled, answer[v]);
         }
       }
@@ -132,11 +174,10 @@ INLINE void over_tokens(const Work* w, int64_t sequence, int64_t head, int64_t f
     for (int64_t i = 0; i < K; i++) {
       const F32x16 by_key = splat(key[i] * key_scale), by_query = splat(query[i] * query_scale);
       EACH (int v = 0; v < vectors; v++) {
-        float* place = matrix + i * stride + v * LANES;
-        const int64_t count = v + 1 < vectors ? LANES : kept;
-        const F32x16 row = vfma(by_key, change[v], factor * load_some(place, count));
+        const int64_t at = i * stride + v * LANES, count = v + 1 < vectors ? LANES : kept;
+        const F32x16 row = vfma(by_key, change[v], factor * load_state(matrix, at, count, form));
         read[v] = vfma(row, by_query, read[v]);
-        store_some(place, row, count);
+        store_state(matrix, at, row, count, form);
       }
     }
     EACH (int v = 0; v < vectors; v++) store_some(y + v * LANES, read[v], v + 1 < vectors ? LANES : last);
@@ -145,20 +186,32 @@ INLINE void over_tokens(const Work* w, int64_t sequence, int64_t head, int64_t f
 
 /* The same of the pool's state. Of several tokens the columns are copied, so that they lie together in the first-level
    cache: in the state, rows that are a power of two apart share a few of its sets. */
-INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last) {
+INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last,
+                    const int half) {
   const int64_t K = w->K, V = w->V, width = (vectors - 1) * LANES + last, stride = vectors * LANES;
-  float* matrix = w->state + ((w->slots[sequence] * w->H + head) * K) * V + first;
+  const int64_t begin = ((w->slots[sequence] * w->H + head) * K) * V + first;
+  const size_t size = half ? sizeof(uint16_t) : sizeof(float);
+  const Form form = half ? HALVES : FLOATS;
+  char* matrix = (char*)w->state + begin * size;
   const int fresh = !w->starts[sequence], copied = w->offsets[sequence + 1] - w->offsets[sequence] >= FEW_TOKENS;
   if (!copied || K * stride > MOST_COPIED) {
-    for (int64_t i = 0; i < K && fresh; i++) memset(matrix + i * V, 0, width * sizeof(float));
-    over_tokens(w, sequence, head, first, vectors, last, matrix, V, last);
+    for (int64_t i = 0; i < K && fresh; i++) memset(matrix + i * V * size, 0, width * size);
+    over_tokens(w, sequence, head, first, vectors, last, matrix, V, last, form);
     return;
   }
   float copy[MOST_COPIED] __attribute__((aligned(64)));
   if (fresh || last < LANES) memset(copy, 0, K * stride * sizeof(float));
-  for (int64_t i = 0; i < K && !fresh; i++) memcpy(copy + i * stride, matrix + i * V, width * sizeof(float));
-  over_tokens(w, sequence, head, first, vectors, last, copy, stride, LANES);
-  for (int64_t i = 0; i < K; i++) memcpy(matrix + i * V, copy + i * stride, width * sizeof(float));
+  for (int64_t i = 0; i < K && !fresh; i++)
+    EACH (int v = 0; v < vectors; v++) {
+      const int64_t count = v + 1 < vectors ? LANES : last;
+      store_some(copy + i * stride + v * LANES, load_state(matrix, i * V + v * LANES, count, form), count);
+    }
+  over_tokens(w, sequence, head, first, vectors, last, copy, stride, LANES, half ? ROUNDED : FLOATS);
+  for (int64_t i = 0; i < K; i++)
+    EACH (int v = 0; v < vectors; v++) {
+      const int64_t count = v + 1 < vectors ? LANES : last;
+      store_state(matrix, i * V + v * LANES, load(copy + i * stride + v * LANES), count, form);
+    }
 }
 
 static void columns_job(void* state, size_t number) {
@@ -167,10 +220,19 @@ static void columns_job(void* state, size_t number) {
   const int64_t sequence = (int64_t)number / w->jobs / w->H;
   if (w->offsets[sequence] == w->offsets[sequence + 1]) return; /* no new tokens: its state stays */
   if (first + COLUMNS <= w->V) {
-    columns(w, sequence, head, first, AT_ONCE, LANES);
+    if (w->half)
+      columns(w, sequence, head, first, AT_ONCE, LANES, 1);
+    else
+      columns(w, sequence, head, first, AT_ONCE, LANES, 0);
     return;
   }
-  for (int64_t v = first; v < w->V; v += LANES) columns(w, sequence, head, v, 1, w->V - v < LANES ? w->V - v : LANES);
+  for (int64_t v = first; v < w->V; v += LANES) {
+    const int64_t last = w->V - v < LANES ? w->V - v : LANES;
+    if (w->half)
+      columns(w, sequence, head, v, 1, last, 1);
+    else
+      columns(w, sequence, head, v, 1, last, 0);
+  }
 }
 
 /* Whether every sequence lies within the tokens, and has a row of the state; the engine gives each its own. */
@@ -193,9 +255,10 @@ static Status* compute(void* self, Context* context) {
   TRY(input(api, context, per_token + 2, NULL, &starts));
   TRY(input(api, context, per_token + 3, NULL, &slots));
   for (int i = 0; i < extras; i++) TRY(input(api, context, per_token + 4 + i, &k->constants[i], &extra[i]));
-  if (!state.present || state.type != FLOAT || state.rank != 4 || state.dims[1] < 1 || state.dims[2] < 1 ||
-      state.dims[3] < 1 || state.dims[1] % k->groups)
-    return failure(api, ERROR_ARGUMENT, "a recurrence: the state is not [slots, H, K, V] float, where groups divide H");
+  if (!state.present || (state.type != FLOAT && state.type != BFLOAT16) || state.rank != 4 || state.dims[1] < 1 ||
+      state.dims[2] < 1 || state.dims[3] < 1 || state.dims[1] % k->groups)
+    return failure(api, ERROR_ARGUMENT,
+                   "a recurrence: the state is not [slots, H, K, V] float or bfloat16, where groups divide H");
   const int64_t H = state.dims[1], K = state.dims[2], V = state.dims[3], sequences = starts.elements;
   const int64_t needed[PER_TOKEN] = {H * V, k->groups * K, k->groups * K, H, H};
   Work w = {.kernel = k, .H = H, .G = k->groups, .K = K, .V = V, .jobs = (V + COLUMNS - 1) / COLUMNS};
@@ -215,7 +278,8 @@ static Status* compute(void* self, Context* context) {
     if (extra[i].present && !holds(&extra[i], FLOAT, H))
       return failure(api, ERROR_ARGUMENT, "a recurrence: a rate, bias or skip that is not [H] float");
   w.rate = extra[0].data, w.bias = extra[1].data, w.skip = extra[2].data;
-  w.state = state.data, w.offsets = offsets.data, w.starts = starts.data, w.slots = slots.data;
+  w.state = state.data, w.half = state.type == BFLOAT16, w.offsets = offsets.data, w.starts = starts.data,
+  w.slots = slots.data;
   if (!holds(&offsets, INT32, sequences + 1) || !holds(&starts, INT32, sequences) || !holds(&slots, INT32, sequences) ||
       !fits(&w, sequences, tokens, state.dims[0]))
     return failure(api, ERROR_ARGUMENT, "a recurrence: offsets, starts or slots do not fit the tokens and the state");
