@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from runtime.wire.limits import Limits
+from runtime.wire.messages import Pool
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class EngineSettings:
     ``slots``: room for so many sequences of full length; as built if None. ``kv_bytes``: most memory of the KV cache,
     instead of ``slots``. ``snapshots``: of recurrent state that are kept for prefixes; one for each of these sequences
     if None. ``public_key``: a file. ``public_key``, ``level``: see :func:`engines.load.load`.
-    ``background``: the process runs only while no other wants the processor.
+    ``background``: the process runs only while no other wants the processor. ``pool``: see :class:`EngineInfo`.
     """
 
     threads: int = 0
@@ -26,6 +27,7 @@ class EngineSettings:
     level: str = ""
     background: bool = False
     snapshots: int | None = None
+    pool: Pool = "mixed"
 
 
 @dataclass(frozen=True)
