@@ -18,6 +18,7 @@ from tapeout.errors import RequestError
 Seconds = Annotated[float, Meta(ge=0, le=1e300)]  # neither NaN nor infinite
 Logprob = Annotated[float, Meta(le=1.0)]  # in nats; of a token that cannot come it is infinite, never NaN
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+Pool = Literal["mixed", "prefill", "decode"]  # all of a request, its prompt up to the first token, or what follows
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 # Of the 32 of a sha256 that pass over the wire to route by. The engine itself finds state by whole keys, so two that
 # begin alike could only mislead a choice; that any do in a fleet of 2**24 blocks has a chance of 2**-81.
@@ -25,6 +26,7 @@ KEY_BYTES = 16
 MOST_KEYS = 4096  # that came, and as many that went, in one report
 WHOLE_KEY_BYTES = 32  # where state is found by it
 MOST_STATE_BYTES = 1 << 27  # of one block or snapshot
+CHECKSUM_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ class EngineInfo:
     notice: str = ""  # why the bundle that it was last told to open is not open
     moves_blocks: bool = False  # its blocks can be fetched by an engine of the same bundle and level
     slot_bytes: int = 0  # of the recurrent state of one sequence
+    pool: Pool = "mixed"  # what a gateway of several engines gives it
 
 
 class EngineStats(NamedTuple):
@@ -276,6 +279,24 @@ class Cancel(NamedTuple):
     id: str
 
 
+class FetchAhead(NamedTuple):
+    """Tells an engine to fetch blocks of these tokens from the one at ``source``, for a request that comes soon.
+
+    Nothing answers it: reports say which blocks an engine has.
+    """
+
+    tokens: tuple[int, ...]
+    cache_salt: bytes
+    source: str
+
+
+class WarmUp(NamedTuple):
+    """Tells an engine that has no blocks to fetch those that the one at ``source`` has used last, so many at most."""
+
+    source: str
+    blocks: Annotated[int, Meta(ge=0)]
+
+
 class Close(NamedTuple):
     """The server takes its leave; requests that still run are lost."""
 
@@ -359,17 +380,30 @@ class FetchState(NamedTuple):
     place: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
 
 
+class FindState(NamedTuple):
+    """Asks for the keys of the paged state that was used last, so many at most."""
+
+    most: Annotated[int, Meta(ge=0, le=MOST_KEYS)]
+
+
+class StateKeys(NamedTuple):
+    """The answer: whole keys, the most recently used first, and of a chain the first block before the others."""
+
+    keys: Annotated[bytes, Meta(max_length=MOST_KEYS * WHOLE_KEY_BYTES)]
+
+
 class StatePart(NamedTuple):
     """The answer, one for each key, in order. ``found``: there is state of this key.
 
-    ``checksum``: :func:`runtime.wire.block_keys.checksum`. ``content``: empty where it was written to shared memory.
+    ``checksum``: :func:`runtime.wire.block_keys.checksum`; empty where there is none. ``content``: empty where it was
+    written to shared memory.
     """
 
     key: Annotated[bytes, Meta(min_length=WHOLE_KEY_BYTES, max_length=WHOLE_KEY_BYTES)]
     found: bool
     shared: bool = False
-    checksum: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
+    checksum: Annotated[bytes, Meta(max_length=CHECKSUM_BYTES)] = b""
     content: Annotated[bytes, Meta(max_length=MOST_STATE_BYTES)] = b""
 
 
-Command = Add | Cancel | Close | ReadFile | Reopen | WatchBlocks | FetchState
+Command = Add | Cancel | Close | FetchAhead | FetchState | FindState | ReadFile | Reopen | WarmUp | WatchBlocks

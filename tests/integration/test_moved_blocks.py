@@ -18,7 +18,7 @@ import pytest
 
 from runtime.gateway.engines.remote import RemoteEngine
 from runtime.wire.limits import Limits
-from runtime.wire.messages import Delta, GenerateRequest, Reopen, SamplingSettings
+from runtime.wire.messages import Delta, GenerateRequest, Pool, Reopen, SamplingSettings
 from tests.answering import KINDS, Whole, whole
 from tests.exported import tiny_graph
 from tests.faulty_engine import FAIL, Faulty
@@ -36,9 +36,11 @@ Start = Callable[..., ListeningEngine]
 def start(tmp_path: Path) -> Iterator[Start]:
     engines: list[ListeningEngine] = []
 
-    def started(bundle: Faulty | Path = BUNDLE, limits: Limits | None = None, unix: bool = False) -> ListeningEngine:
+    def started(
+        bundle: Faulty | Path = BUNDLE, limits: Limits | None = None, unix: bool = False, pool: Pool = "mixed"
+    ) -> ListeningEngine:
         place = f"unix:{tmp_path}/{len(engines)}" if unix else "tcp:127.0.0.1:0"
-        engines.append(ListeningEngine(tmp_path, bundle, limits, place))
+        engines.append(ListeningEngine(tmp_path, bundle, limits, place, pool))
         return engines[-1]
 
     yield started
@@ -309,6 +311,23 @@ def test_a_gateway_names_the_engine_that_has_a_prompt_and_is_busy(start: Start, 
                 assert client.statuses()[1].stats.blocks_fetched and found[0].cached_tokens
                 there.cancel_all()
                 await asyncio.gather(*busy)
+
+    run(test())
+
+
+def test_a_new_engine_is_warmed_before_it_gets_requests(start: Start, tmp_path: Path) -> None:
+    """Planted: an engine that is told to warm up by nobody."""
+
+    async def test() -> None:
+        one, other = start(), start()
+        async with connected(tmp_path, [one]) as client:
+            wanted = whole([delta async for delta in client.generate(asked("a", prompt()))])
+            write_list(tmp_path, [one.address, other.address])
+            await until(lambda: client.statuses()[-1].stats.blocks_fetched >= BLOCKS)
+            assert not client.statuses()[-1].stats.steps, "without a request"
+        async with connections(tmp_path, other) as (new,):
+            found = await answers(new, asked("b", prompt()))
+            assert whole(found) == wanted and found[0].cached_tokens == BLOCK * BLOCKS
 
     run(test())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, islice
 
 
 class BlockPool:
@@ -21,6 +22,7 @@ class BlockPool:
         self._key: dict[int, bytes] = {}
         self._block: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self.moving: list[int] = []  # held by nobody's sequence: they are on their way from or to another engine
         self._changes: dict[bytes, bool] | None = None  # keys, and whether they are there now; None: nobody asks
 
     @property
@@ -40,6 +42,13 @@ class BlockPool:
     def keys(self) -> Collection[bytes]:
         """Of all content that can be found."""
         return self._block.keys()
+
+    def recent(self, most: int) -> list[bytes]:
+        """Keys of the content that was used last: of blocks that are held, then of cached ones. Of a sequence, the
+        first block comes before those behind it.
+        """
+        held = (key for block, key in self._key.items() if self._holders[block])
+        return list(islice(chain(held, (self._key[block] for block in reversed(self._cached))), most))
 
     def take_changes(self) -> dict[bytes, bool]:
         """Keys that came or went since the last call, and whether each is there now. The first call begins to note
@@ -117,6 +126,8 @@ class BlockPool:
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Every block has one state, and is held as often as it is in ``tables``, the blocks of all sequences."""
         counts = [0] * self.blocks
+        for block in self.moving:
+            counts[block] += 1
         for table in tables:
             assert len(set(table)) == len(table), f"a block is twice in {table}"
             for block in table:
