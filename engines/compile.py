@@ -57,7 +57,6 @@ def build(
     slots: int,
     kv_scales: Mapping[str, NDArray[np.float32]],
     kv_bits: int = 8,
-    activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
     parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
@@ -65,13 +64,10 @@ def build(
     """Lower the graph and write it as the target's artifact: a bundle that runs, or what its compiler is given.
 
     ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache. ``kv_bits``: of the codes
-    that the scales are for. ``activation_max``: largest calibrated ``|x|`` per linear group; it and ``qdq`` are for
-    precisions that need them. :class:`BuildError` if the target cannot hold such a cache, or no linear can take the
-    precision.
+    that the scales are for. ``qdq``: for precisions that need it. :class:`BuildError` if the target cannot hold such a
+    cache, or no linear can take the precision.
     """
-    lowering = lowering_for(
-        target, graph, weights, precision, kv_scales=kv_scales, kv_bits=kv_bits, activation_max=activation_max, qdq=qdq
-    )
+    lowering = lowering_for(target, graph, weights, precision, kv_scales=kv_scales, kv_bits=kv_bits, qdq=qdq)
     kv_dtype = f"int{kv_bits}" if kv_scales else FLOAT_KV_DTYPES[lowering.float_type]
     state = graph_state(lowering.model.graph, kv_dtype)
     reports = lower(lowering, target.passes().every, progress)
@@ -94,7 +90,6 @@ def lowering_for(
     *,
     kv_scales: Mapping[str, NDArray[np.float32]],
     kv_bits: int = 8,
-    activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
 ) -> Lowering:
     """What the target's passes start from.
@@ -102,6 +97,7 @@ def lowering_for(
     :class:`FingerprintError` on a machine that it cannot build on, :class:`BuildError` for a model that it cannot take.
     """
     target.require_machine()
+    asked = target.capabilities.precision(precision)
     model = load_graph(graph.folder / MODEL_FILE)
     _require_operators(model, target)
     return Lowering(
@@ -112,9 +108,9 @@ def lowering_for(
         target.kernels,
         dict(kv_scales),
         kv_bits,
-        float_type=target.capabilities.precision(precision).float_type,
+        float_type=asked.float_type,
         precision=precision,
-        activation_max=dict(activation_max or {}),
+        formats=frozenset(scheme.format for scheme in asked.schemes),
         qdq=qdq,
     )
 

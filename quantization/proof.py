@@ -59,7 +59,7 @@ class TensorInventory(Frozen):
     wide_scales: bool = False  # in float32, because float16 would lose some of them
     scales_not_finite: int = 0
     scales_zero: int = 0
-    input_scale: float | None = None  # of static int8 activations
+    input_scale: float | None = None  # of static activations
     held: int = 0
     scales_one: int = 0  # scales of one, where the weights ask for another
     lost: int = 0  # decoded to zero, or one code for weights that differ
@@ -251,7 +251,7 @@ def _reasons(entry: TensorInventory, scheme: Scheme) -> list[str]:
     if entry.bits != scheme.bits:
         stored = "in float" if entry.bits == 32 else f"in {entry.bits} bits"
         return [f"{entry.label} was planned as {scheme.name} but is stored {stored}"]
-    if (entry.input_scale is not None) != (scheme.activations == "int8"):
+    if (entry.input_scale is not None) != (scheme.activations != "float"):
         found = "without" if entry.input_scale is None else "with"
         return [f"{entry.label} was planned as {scheme.name} but is stored {found} an input scale"]
     if entry.format != scheme.format:

@@ -34,8 +34,10 @@ from quantization.compressed_tensors import Checkpoint, open_checkpoint
 from quantization.kv_cache import largest_code, scale_name
 from quantization.needs import decoded_bytes, reference_needs
 from tapeout.errors import QuantizationError
+from tapeout.formats.fp8 import LARGEST
 from tapeout.mapped_model import empty_model, fill
 from tapeout.mapped_weights import weight_at_call
+from tapeout.number_format import Activations
 from tapeout.operators import state_changed, state_left
 from tapeout.operators.experts import DOWN_INPUT, UP_INPUT
 from tapeout.operators.experts.in_torch import calls_interface, experts_changed
@@ -165,20 +167,27 @@ def round_static(inputs: Tensor, step: float) -> Tensor:
     return (inputs / step).round_().clamp_(-128, 127) * step
 
 
+def round_fp8(inputs: Tensor, scale: float) -> Tensor:
+    """``inputs`` to the nearest E4M3 times ``scale``, ties to even, clamped: QuantizeLinear and back."""
+    return (inputs / scale).clamp_(-float(LARGEST), float(LARGEST)).to(torch.float8_e4m3fn).to(inputs.dtype) * scale
+
+
 @dataclass(frozen=True)
 class InputGrid:
     """How a kernel rounds the inputs of a linear, by what the checkpoint holds of it."""
 
     group_size: int
     input_scale: float | None  # None: rounded per row and group by MatMulNBits
+    activations: Activations
 
     @classmethod
     def of(cls, linear: QuantizedWeight) -> InputGrid:
-        return cls(linear.group_size, linear.input_scale)
+        return cls(linear.group_size, linear.input_scale, linear.scheme.activations)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if self.input_scale is not None:
-            return round_static(inputs, self.input_scale)
+            rounded = round_fp8 if self.activations == "fp8" else round_static
+            return rounded(inputs, self.input_scale)
         return round_activations(inputs, self.group_size)
 
 
