@@ -247,7 +247,8 @@ def computed(model: ir.Model) -> dict[str, str]:
             continue
         kind = str(parts[0].dtype) if operator == "DequantizeLinear" else ""
         inputs = node.inputs[0].producer() if node.inputs[0] is not None else None
-        rounded = inputs is not None and inputs.op_type == "DequantizeLinear" and str(inputs.inputs[0].dtype)
+        codes = inputs.inputs[0] if inputs is not None and inputs.op_type == "DequantizeLinear" else None
+        rounded = "" if codes is None else str(codes.dtype)
         name = (parts[0].name or "").removesuffix(".codes")
-        found[name] = FORMATS.get((kind, rounded or ""), f"{kind or 'float'} weights of {rounded or 'float'} inputs")
+        found[name] = FORMATS.get((kind, rounded), f"{kind or 'float'} weights of {rounded or 'float'} inputs")
     return found

@@ -181,7 +181,7 @@ def input_step(max_abs: FloatArray, scale: InputScale, activations: Activations)
     if step < _SMALLEST_STEP:
         return SOME_STEP
     if activations == "fp8" and np.isfinite(step):
-        step = FORMAT.storable(step[None])[0]
+        step = FORMAT.storable(np.array([step], np.float32))[0]
     if not np.isfinite(step):
         raise QuantizationError(
             f"inputs of magnitude {float(max_abs.max())}",

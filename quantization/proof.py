@@ -233,8 +233,10 @@ def prove(
         reasons.append(f"{bits:.2f} bits per weight are stored, {planned_bits:.2f} were planned")
     size = sum(entry.stored_bytes for entry in inventory)
     size_ratio = size / (BF16_BYTES * max(1, sum(entry.weights for entry in inventory)))
-    if size_ratio >= 1:
-        reasons.append(f"the checkpoint is {size_ratio:.2f} times the size of the source in bfloat16")
+    # What the plan leaves in float is the source's: that it may lie there in float32 tells nothing of the codes.
+    shrunk = bits / (8 * BF16_BYTES)
+    if weights and shrunk >= 1:
+        reasons.append(f"quantized tensors are {shrunk:.2f} times the size of the source in bfloat16")
     return QuantizationProof(
         quantized_tensors=len({entry.name for entry in inventory if entry.bits != 32}),
         planned_tensors=len(planned),

@@ -26,9 +26,9 @@ PRECISIONS = {
     "fp16": Precision(),
     "bf16": Precision(float_type="bf16"),
     "int4": Precision(weights=INT4),
-    # Budgets are a little below what portable evidence is held to (docs/targets.md): it is of other documents.
+    # So portable evidence of the default model, on other text, stays within 0.015 and 0.06 (docs/benchmarks/plans.md).
     "fp8": Precision(choices=(FP8, FLOAT), max_kl=0.012),
-    "auto": Precision(choices=(INT4, FP8, FLOAT), max_kl=0.05),
+    "auto": Precision(choices=(INT4, FP8, FLOAT), max_kl=0.06),
 }
 # Of an RTX 4090, whose compute capability is sm89, by its data sheet: GDDR6X, and dense matmuls with sums in float32.
 THROUGHPUT = Throughput(1.008e12, {"float": 165e12, "fp8": 330e12})
