@@ -9,10 +9,11 @@ from engines.costs.attention import TimedAttention
 from engines.costs.linears import LinearShape, TimedLinear, linear_bytes
 from engines.costs.timing import OperatorTimer, Seconds, streamed_bytes
 from engines.load import find_target, known_targets
-from engines.target import Capabilities, Target
+from engines.target import Target
+from pipeline.stages.target_candidates import target_candidates
 from quantization.cost_table import CostTable, declared_costs, schemes_by_shape, shape_of, visited, workload_of
 from quantization.plan import PrecisionPlan, UnitPlan
-from quantization.units import CACHE_CANDIDATES, Candidates, caches
+from quantization.units import Candidates, caches
 from tapeout.cores import physical_cores
 from tapeout.errors import RecipeError
 from tapeout.portable_graph import PortableGraph
@@ -20,7 +21,6 @@ from tapeout.progress import ProgressBar
 from tapeout.quantized import stored_by_rtn
 from tapeout.recipe import BaseRecipe, Plan
 
-FLOAT_CACHE = "float32"  # a KV cache that is not quantized, whatever floats a target has
 CHOSEN = {"schemes": "auto", "embeddings": "auto", "kv_cache": "auto"}  # all of a plan that can be chosen
 
 
@@ -75,12 +75,6 @@ def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> Co
         of_experts = {visited(group, count)[1] for group in alike for count in tokens}
         seconds[columns, outputs] = timer.costs(linear, sorted({*tokens, *of_experts}))
     return CostTable(target.name, threads, recipe.build.slots, context, sizes, seconds, attention)
-
-
-def target_candidates(capabilities: Capabilities) -> Candidates:
-    """What a plan for a target chooses from."""
-    kept = tuple(cache for cache in CACHE_CANDIDATES if cache.dtype in (FLOAT_CACHE, *capabilities.kv_dtypes))
-    return Candidates(capabilities.schemes, kept)
 
 
 def declared(

@@ -137,7 +137,7 @@ def _calibrate(recipe: Recipe) -> None:
 
 def _sensitivity(recipe: Recipe) -> None:
     from engines.load import find_target
-    from pipeline.stages.cost_table import target_candidates
+    from pipeline.stages.target_candidates import target_candidates
     from quantization.sensitivity_sweep import sweep
 
     sweep(
@@ -153,7 +153,8 @@ def _sensitivity(recipe: Recipe) -> None:
 
 def _plan(recipe: Recipe) -> None:
     from engines.load import find_target
-    from pipeline.stages.cost_table import cost_table, target_candidates
+    from pipeline.stages.cost_table import cost_table
+    from pipeline.stages.target_candidates import target_candidates
     from quantization.plan_search import make_plan
     from quantization.sensitivity import Sensitivity
 

@@ -26,8 +26,9 @@ from engines.targets.tensorrt import TARGET, TensorRT
 from pipeline.recipe import load_recipe
 from pipeline.stages import hardware
 from pipeline.stages.candidate import build_candidate
-from pipeline.stages.cost_table import cost_table, target_candidates
+from pipeline.stages.cost_table import cost_table
 from pipeline.stages.hardware import BuildRequest
+from pipeline.stages.target_candidates import target_candidates
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.plan import PLAN_FILE, PrecisionPlan
