@@ -150,10 +150,11 @@ class LoweredGraph(LoweredRecord):
     """
 
     artifact_type: ClassVar[str] = "LoweredGraph"
-    schema_version: ClassVar[int] = 3  # 3: kinds of state of a layer, instead of KV heads
+    schema_version: ClassVar[int] = 4  # 4: how linears are computed
     remedy: ClassVar[str] = "run `tapeout build`"
 
     bits_per_weight: float  # of the linears, scales included
+    computed: dict[str, str]  # by linear group or parameter: the number format that the graph's nodes compute it in
 
 
 class EngineBundle(LoweredRecord):

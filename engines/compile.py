@@ -59,7 +59,6 @@ def build(
     kv_scales: Mapping[str, NDArray[np.float32]],
     kv_dtype: str = "int8",
     recurrent_dtype: str = "float32",
-    activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
     parents: Parents,
     progress: Callable[[str], None] = lambda _: None,
@@ -67,9 +66,8 @@ def build(
     """Lower the graph and write it as the target's artifact: a bundle that runs, or what its compiler is given.
 
     ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache. ``kv_dtype``: of the
-    codes that the scales are for. ``recurrent_dtype``: of the state of recurrences. ``activation_max``: largest
-    calibrated ``|x|`` per linear group; it and ``qdq`` are for precisions that need them. :class:`BuildError` if the
-    target cannot hold such a cache, or no linear can take the precision.
+    codes that the scales are for. ``recurrent_dtype``: of the state of recurrences. ``qdq``: for precisions that need
+    it. :class:`BuildError` if the target cannot hold such a cache, or no linear can take the precision.
     """
     lowering = lowering_for(
         target,
@@ -79,7 +77,6 @@ def build(
         kv_scales=kv_scales,
         kv_dtype=kv_dtype,
         recurrent_dtype=recurrent_dtype,
-        activation_max=activation_max,
         qdq=qdq,
     )
     cached = kv_dtype if kv_scales else FLOAT_KV_DTYPES[lowering.float_type]
@@ -105,7 +102,6 @@ def lowering_for(
     kv_scales: Mapping[str, NDArray[np.float32]],
     kv_dtype: str = "int8",
     recurrent_dtype: str = "float32",
-    activation_max: Mapping[str, float] | None = None,
     qdq: QDQ | None = None,
 ) -> Lowering:
     """What the target's passes start from.
@@ -113,6 +109,7 @@ def lowering_for(
     :class:`FingerprintError` on a machine that it cannot build on, :class:`BuildError` for a model that it cannot take.
     """
     target.require_machine()
+    asked = target.capabilities.precision(precision)
     model = load_graph(graph.folder / MODEL_FILE)
     _require_operators(model, target)
     return Lowering(
@@ -124,9 +121,9 @@ def lowering_for(
         dict(kv_scales),
         kv_dtype,
         recurrent_dtype,
-        float_type=target.capabilities.precision(precision).float_type,
+        float_type=asked.float_type,
         precision=precision,
-        activation_max=dict(activation_max or {}),
+        formats=frozenset(scheme.format for scheme in asked.schemes),
         qdq=qdq,
     )
 

@@ -33,13 +33,13 @@ class Linears:
 def lowering_of(scheme: Scheme, backend: str) -> Linears:
     """``backend``: cuda, onnxruntime, onnxruntime-cuda or tensorrt."""
     found = formats()[scheme.format]
-    static = GATHERED if scheme.activations == "int8" else ""
+    static = GATHERED if scheme.activations != "float" else ""
     if backend == "tensorrt":
-        own = ("int4_linears",) if scheme.format == "int4" else ()
+        own = (f"{scheme.format}_linears",) if scheme.format in ("int4", "fp8") else ()
         return Linears((*own, "float_linears"), embedding=static)
     if backend == "cuda":
         return Linears(("block_linears",), embedding=static)
-    if static and backend == "onnxruntime":
+    if scheme.activations == "int8" and backend == "onnxruntime":
         return Linears(("static_int8_linears",), embedding=static)
     least = found.integer_bits if isinstance(found, NumberFormat) else 0
     stock = min((bits for bits in STOCK_BITS if bits >= least), default=0) if least else 0

@@ -18,7 +18,9 @@ from tapeout import fingerprint
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.fingerprint import Fingerprint
-from tapeout.schemes import Scheme
+from tapeout.number_format import Activations
+from tapeout.schemes import CANDIDATE_SCHEMES, Scheme
+from tapeout.throughput import Throughput
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from engines.kernels.serving import ServingKernels
     from engines.passes.base import Pass
 
+# What a matmul computes in, by the types of codes of its weight and of its input; "" stands for a float type.
+FORMATS = {("", ""): "float", ("INT4", ""): "int4", ("FLOAT8E4M3FN", "FLOAT8E4M3FN"): "fp8"}
 RecordT = TypeVar("RecordT", bound=LoweredRecord)
 Progress = Callable[[str, int, int], None]  # phase, steps done, steps in all
 
@@ -53,8 +57,14 @@ class Precision:
     """A precision that ``tapeout build --precision`` can name, and what it needs."""
 
     float_type: str = "fp16"  # of everything that is not quantized, and of the KV cache
-    weights: Scheme | None = None  # linears must be stored in this scheme
-    activation_ranges: bool = False  # the largest calibrated |x| of each linear group
+    weights: Scheme | None = None  # linears must be stored in this scheme, or
+    choices: tuple[Scheme, ...] = ()  # in one of these, by a plan of a KL of at most
+    max_kl: float = 0.0
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """That its passes compute; the first is the smallest."""
+        return self.choices or (() if self.weights is None else (self.weights,))
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,7 @@ class Capabilities:
 
     libraries: tuple[str, ...]  # distributions whose versions enter the fingerprint
     kv_dtypes: tuple[str, ...]
+    activations: tuple[Activations, ...] = ("float", "int8")  # of quantized linears, that engines compute or leave out
     compilers: tuple[str, ...] = ()  # distributions that compile its kernels; a build needs them, an engine does not
     float_type: str = "fp32"  # where the plan decides: of a KV cache that is not quantized
     precisions: Mapping[str, Precision] = field(default_factory=dict[str, Precision])  # empty: the plan decides
@@ -72,6 +83,8 @@ class Capabilities:
     timed: bool = False  # ``timer`` is implemented, so a plan can be chosen for this target
     operators: tuple[str, ...] | None = None  # of tapeout/operators; None: all, as the runtime computes their bodies
     ahead_of_time: bool = False  # a bundle for all levels is built on any machine
+    schemes: tuple[Scheme, ...] = CANDIDATE_SCHEMES  # that a plan chooses from for linears
+    throughput: Throughput | None = None  # a plan is chosen by it where nothing is timed
 
     def precision(self, name: str) -> Precision:
         """:class:`BuildError` for a precision that the target does not declare."""
@@ -192,7 +205,9 @@ class HardwareTarget(Target[LoweredGraph]):
     artifact_type = LoweredGraph
 
     def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> LoweredGraph:
-        return LoweredGraph(**lowered.fields(), bits_per_weight=round(_bits_per_weight(model), 4))
+        return LoweredGraph(
+            **lowered.fields(), bits_per_weight=round(_bits_per_weight(model), 4), computed=computed(model)
+        )
 
     def require(self, hardware: str) -> None:
         """:class:`BuildError` for hardware that cannot be compiled for, before any other work is done."""
@@ -202,17 +217,39 @@ class HardwareTarget(Target[LoweredGraph]):
         """Compile and write one bundle. :class:`BuildError` gives the compiler's own reason."""
 
 
+def _weight_of(matmul: ir.Node) -> tuple[str, list[Any]]:
+    """The operator that a matmul's weight comes from, and its initializers: codes or floats, then scales."""
+    parts, last = [matmul.inputs[1]], ""
+    while (producer := parts[0].producer() if parts[0] is not None else None) is not None:
+        parts, last = list(producer.inputs), producer.op_type  # through a Transpose and a DequantizeLinear
+    return last, [value for value in parts if value is not None and value.const_value is not None]
+
+
 def _bits_per_weight(model: ir.Model) -> float:
     """Mean bits of a linear's weight, scales included, as the graph stores them."""
     size_bytes = values = 0
     for node in model.graph:
-        if node.op_type != "MatMul":
-            continue
-        parts = [node.inputs[1]]
-        while (producer := parts[0].producer() if parts[0] is not None else None) is not None:
-            parts = list(producer.inputs)  # through a Transpose and a DequantizeLinear
-        tensors = [v.const_value for v in parts if v is not None and v.const_value is not None]
+        tensors = [value.const_value for value in _weight_of(node)[1]] if node.op_type == "MatMul" else []
         if tensors:
             size_bytes += sum(tensor.nbytes for tensor in tensors)
             values += tensors[0].size
     return 8 * size_bytes / max(values, 1)
+
+
+def computed(model: ir.Model) -> dict[str, str]:
+    """The number format that each matmul over a weight is computed in, by the name of the weight or of its group.
+
+    It is read from types of nodes and tensors, and not from what passes say of themselves.
+    """
+    found: dict[str, str] = {}
+    for node in model.graph:
+        operator, parts = _weight_of(node) if node.op_type == "MatMul" else ("", [])
+        if not parts:
+            continue
+        kind = str(parts[0].dtype) if operator == "DequantizeLinear" else ""
+        inputs = node.inputs[0].producer() if node.inputs[0] is not None else None
+        codes = inputs.inputs[0] if inputs is not None and inputs.op_type == "DequantizeLinear" else None
+        rounded = "" if codes is None else str(codes.dtype)
+        name = (parts[0].name or "").removesuffix(".codes")
+        found[name] = FORMATS.get((kind, rounded), f"{kind or 'float'} weights of {rounded or 'float'} inputs")
+    return found

@@ -19,12 +19,13 @@ from safetensors import safe_open
 from quantization.proof import QuantizationProof
 from tapeout.artifact import Frozen, ParentTypes, Record
 from tapeout.errors import QuantizationError
-from tapeout.number_format import FloatArray
+from tapeout.number_format import Activations, FloatArray
 from tapeout.recipe import Quantize
 from tapeout.schemes import Scheme
 from tapeout.tensor_writer import write_tensors
 
 KV_SCALES = "kv_scales.safetensors"
+INPUTS: Mapping[Activations, str] = {"float": "", "int8": "a8", "fp8": "f8"}  # of linears, in a summary
 
 
 class LinearReport(Frozen):
@@ -114,9 +115,7 @@ class QuantizedModel(Record):
     @property
     def summary(self) -> str:
         """The plan in a few words, such as ``w4:30 w8:121 w8a8:60 kv-int8``: how many tensors have how many bits."""
-        counts = Counter(
-            (s.bits, "a8" if s.activations == "int8" else "") for s in (linear.scheme for linear in self.linears)
-        )
+        counts = Counter((s.bits, INPUTS[s.activations]) for s in (linear.scheme for linear in self.linears))
         return " ".join(
             [
                 *(f"w{bits}{inputs}:{n}" for (bits, inputs), n in sorted(counts.items())),

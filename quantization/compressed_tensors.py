@@ -264,7 +264,8 @@ def _scheme(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, 
     declared = _declared(module, parts, groups)
     _, columns = check(module, parts, declared)
     size = declared.block[1] or columns
-    activations = "int8" if declared.static else "float"
+    static = "fp8" if declared.number_type == "float" else "int8"
+    activations = static if declared.static else "float"
     scale_type: ScaleType = "e8m0" if declared.ue8m0 else "float"
     found = find_format(declared.bits, activations, declared.number_type, scale_type)
     fields = {"bits": declared.bits, "activations": activations, "format": found.name if found else "none"}

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantization.kv_cache import BITS
-from quantization.units import HEAD, candidates_of, embedding_schemes, embeddings_of, resolve
+from quantization.units import (
+    ALL_CANDIDATES,
+    HEAD,
+    Candidates,
+    caches,
+    candidates_of,
+    embedding_schemes,
+    embeddings_of,
+    resolve,
+)
 from tapeout.operators.experts import share_read
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import THROUGHPUT_STREAMS, KVCache, Plan
-from tapeout.schemes import Scheme
+from tapeout.schemes import FLOAT, Scheme
 from tapeout.state import SEQUENCE_SLOTS, slot_bytes
+from tapeout.throughput import Throughput
 
 # Share of tokens by the tokens of their step: as many tokens are read, 128 at a time, as are written.
 WORKLOADS = {"latency": {1: 0.5, 128: 0.5}, "throughput": {THROUGHPUT_STREAMS: 0.5, 128: 0.5}}
@@ -39,6 +50,8 @@ class CostTable:
     bytes: Mapping[Shape, Mapping[str, int]]
     seconds: Mapping[Shape, Mapping[str, Mapping[int, float]]]
     attention: Mapping[str, Mapping[int, float]]  # of one layer, by a cache's dtype and tokens of a step
+    timed: bool = True  # False: seconds follow from what the target declares
+    float_bits: int = 32  # of a KV cache that is not quantized
 
     def linears(self, groups: Sequence[LinearGroup], scheme: Scheme) -> Cost:
         """Of groups that are all of one shape, with so many experts or none."""
@@ -59,7 +72,7 @@ class CostTable:
         """
         layers = len(graph.cached_layers)
         channels = 2 * layers * graph.kv_heads * graph.head_size  # of keys and values
-        bits = BITS.get(settings.dtype, 32)
+        bits = BITS.get(settings.dtype, self.float_bits)
         scales = channels * SCALE_BYTES if settings.dtype in BITS else 0
         return Cost(
             self.slots * (self.context * channels * bits // 8 + SEQUENCE_SLOTS * slot_bytes(graph.state)) + scales,
@@ -112,7 +125,52 @@ def head_of(graph: PortableGraph) -> LinearGroup:
     return next(group for group in graph.groups if group.name == HEAD)
 
 
-def schemes_by_shape(graph: PortableGraph, plan: Plan) -> dict[Shape, tuple[Scheme, ...]]:
+def declared_costs(
+    graph: PortableGraph,
+    plan: Plan,
+    candidates: Candidates,
+    throughput: Throughput,
+    *,
+    target: str,
+    slots: int,
+    float_bits: int,
+) -> CostTable:
+    """The table of a target with no device at hand: bytes by schemes, seconds by its declared throughput.
+
+    ``float_bits``: of what is not quantized. ``slots``: sequences whose KV cache counts.
+    """
+    tokens = sorted({1, *workload_of(plan)})  # prefill computes one position of lm_head
+    context = min(plan.context, graph.max_positions)
+    sizes: dict[Shape, dict[str, int]] = {}
+    seconds: dict[Shape, dict[str, dict[int, float]]] = {}
+    for (columns, outputs), schemes in schemes_by_shape(graph, plan, candidates).items():
+        alike = [group for group in graph.groups if group.experts and shape_of(group) == (columns, outputs)]
+        counts = sorted({*tokens, *(visited(group, count)[1] for group in alike for count in tokens)})
+        sizes[columns, outputs], seconds[columns, outputs] = {}, {}
+        for scheme in schemes:
+            bits = float_bits if scheme == FLOAT else scheme.bits_per_weight(columns)
+            size = math.ceil(columns * outputs * bits / 8)
+            sizes[columns, outputs][scheme.name] = size
+            seconds[columns, outputs][scheme.name] = {
+                count: throughput.seconds(size, 2 * count * columns * outputs, scheme.activations) for count in counts
+            }
+    channels = 2 * graph.kv_heads * graph.head_size  # of keys and values
+    attention = {
+        cache.dtype: {
+            # Each row up to ``slots`` is a sequence of its own, more rows are one prompt.
+            count: throughput.seconds(
+                (count if count <= slots else 1) * context * channels * BITS.get(cache.dtype, float_bits) // 8, 0
+            )
+            for count in tokens
+        }
+        for cache in caches(plan.kv_cache, graph, candidates)
+    }
+    return CostTable(target, 0, slots, context, sizes, seconds, attention, timed=False, float_bits=float_bits)
+
+
+def schemes_by_shape(
+    graph: PortableGraph, plan: Plan, candidates: Candidates = ALL_CANDIDATES
+) -> dict[Shape, tuple[Scheme, ...]]:
     """Every shape there is, with the schemes that its linears may get."""
     written = None if plan.schemes == "auto" else resolve(graph, plan.schemes)
     found: dict[Shape, dict[Scheme, None]] = {}
@@ -120,7 +178,7 @@ def schemes_by_shape(graph: PortableGraph, plan: Plan) -> dict[Shape, tuple[Sche
         if group.name == HEAD:
             wanted = embedding_schemes(plan.embeddings, group.in_features)
         elif written is None:
-            wanted = candidates_of(group)
+            wanted = candidates_of(group, candidates)
         else:
             wanted = (written[group.name].fitted(group.in_features),)
         found.setdefault(shape_of(group), {}).update(dict.fromkeys(wanted))

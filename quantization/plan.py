@@ -47,6 +47,7 @@ class Search(Frozen):
     max_kl: float
     max_bytes: int | None
     target: str
+    timed: bool  # False: no device was at hand, and times follow from what the target declares
     threads: int
     slots: int  # sequences whose KV cache counts,
     context: int  # of so many tokens each
@@ -59,7 +60,7 @@ class Search(Frozen):
 
 class PrecisionPlan(Record):
     artifact_type: ClassVar[str] = "PrecisionPlan"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4  # 4: whether times were measured
     remedy: ClassVar[str] = "run `dvc repro plan`"
     parent_types: ClassVar[ParentTypes] = {
         "graph": ("PortableGraph",),
@@ -105,9 +106,11 @@ def summary(plan: PrecisionPlan) -> str:
         for tokens, share in sorted(search.workload.items())
     )
     goal = "for the fewest bytes" if search.goal == "memory" else f"for the least time per token ({shares})"
+    where = f"{search.target} with {search.threads} threads" if search.timed else search.target
+    times = "" if search.timed else "No device timed anything: times follow from the target's declared throughput. "
     return (
-        f"Chosen {goal} on {search.target} with {search.threads} threads, with a KL of at most {search.max_kl:g} and a "
-        f"KV cache for {search.slots} sequences of {search.context} tokens. "
+        f"Chosen {goal} on {where}, with a KL of at most {search.max_kl:g} and a "
+        f"KV cache for {search.slots} sequences of {search.context} tokens. {times}"
         f"The KLs of units sum to {search.predicted_kl:.4f}; all schemes at once have {search.joint_kl:.4f}, on "
         f"{len(search.samples)} samples that no unit was measured on."
     )

@@ -36,8 +36,10 @@ from quantization.plan_solver import frontier as best_plans
 from quantization.sensitivity import Sensitivity
 from quantization.statistics import held_out
 from quantization.units import (
+    ALL_CANDIDATES,
     EMBEDDING,
     HEAD,
+    Candidates,
     Unit,
     caches,
     candidates_of,
@@ -74,8 +76,11 @@ def make_plan(
     samples: Sequence[Sequence[int]],
     folder: Path,
     progress: Callable[[str], None] = lambda _: None,
+    candidates: Candidates = ALL_CANDIDATES,
 ) -> Artifact[PrecisionPlan]:
     """Write the PrecisionPlan to ``folder``. ``samples``: token ids of all that was calibrated on.
+
+    ``candidates``: what sensitivities and costs were taken of.
 
     :class:`QuantizationError` for sensitivities of another graph or calibration, and for budgets no plan keeps to.
     """
@@ -89,7 +94,10 @@ def make_plan(
     with artifact.create(folder, PrecisionPlan) as draft:
         if wanted.schemes == "auto":
             heldout = held_out(calibration, samples)
-            record, points = _chosen(wanted, settings, graph, calibration, sensitivity.record, costs, heldout, progress)
+            menus = _Menus.of(wanted, graph.record, candidates)
+            record, points = _chosen(
+                wanted, settings, graph, calibration, sensitivity.record, costs, menus, heldout, progress
+            )
             (draft.folder / FRONTIER_FILE).write_text(frontier.table(points))
         else:
             record = _written(wanted, graph.record, costs)
@@ -142,12 +150,12 @@ def _chosen(
     calibration: Artifact[Calibration],
     sensitivity: Sensitivity,
     costs: CostTable,
+    menus: _Menus,
     heldout: Sequence[Sequence[int]],
     progress: Callable[[str], None],
 ) -> tuple[PrecisionPlan, tuple[FrontierPoint, ...]]:
     workload = Workload(shares=workload_of(wanted))
     minimize: Goal = "bytes" if wanted.goal == "memory" else "seconds"
-    menus = _Menus.of(wanted, graph.record)
     options = _options(menus, graph.record, sensitivity, costs)
     check = heldout[wanted.samples : wanted.samples * (1 + CHECK_SAMPLES)]
     whole = _Whole(settings, graph, calibration, menus, check)
@@ -190,6 +198,7 @@ def _chosen(
             max_kl=wanted.max_kl,
             max_bytes=wanted.max_bytes,
             target=costs.target,
+            timed=costs.timed,
             threads=costs.threads,
             slots=costs.slots,
             context=costs.context,
@@ -212,11 +221,11 @@ class _Menus:
     caches: tuple[KVCache, ...]
 
     @classmethod
-    def of(cls, wanted: Plan, graph: PortableGraph) -> _Menus:
+    def of(cls, wanted: Plan, graph: PortableGraph, candidates: Candidates) -> _Menus:
         units = {unit.name: unit for unit in units_of(graph, wanted.layers_per_group)}
-        schemes = {name: candidates_of(unit.groups[0]) for name, unit in units.items()}
+        schemes = {name: candidates_of(unit.groups[0], candidates) for name, unit in units.items()}
         embeddings = embedding_schemes(wanted.embeddings, graph.hidden_size)
-        return cls(units, schemes | {EMBEDDINGS: embeddings}, caches(wanted.kv_cache, graph))
+        return cls(units, schemes | {EMBEDDINGS: embeddings}, caches(wanted.kv_cache, graph, candidates))
 
     def scheme(self, unit: str, name: str) -> Scheme:
         return next(scheme for scheme in self.schemes[unit] if scheme.name == name)

@@ -2,14 +2,16 @@
 
 N  output channels    K  input channels    s  [K], the input scale    noise  [K], in the units of the unscaled x
 
-The inputs of a static int8 scheme are rounded too. Rounding to steps of size d adds noise of variance d² / 12, but no
-more than the channel's own power: a channel that is always rounded to zero loses just that. Methods see the noise in
-the Gram matrix; what remains of it is charged to every candidate alike.
+The inputs of a static scheme are rounded too. Rounding to steps of size d adds noise of variance d² / 12, but no more
+than the channel's own power: a channel that is always rounded to zero loses just that. Steps of int8 are all the same,
+those of FP8 grow with the number. Methods see the noise in the Gram matrix; what remains of it is charged to every
+candidate alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -19,14 +21,21 @@ import numpy as np
 from quantization.input_scale import InputScale, identity
 from quantization.output_error import diagonal, output_error
 from quantization.statistics import Statistics
+from tapeout import e4m3
 from tapeout.errors import QuantizationError
-from tapeout.number_format import FloatArray
+from tapeout.formats.fp8 import FORMAT
+from tapeout.number_format import Activations, FloatArray
 from tapeout.portable_graph import FoldTarget
 from tapeout.quantized import SOME_STEP, QuantizedWeight, round_to_nearest
 from tapeout.schemes import Scheme
 
 T = TypeVar("T")
-LARGEST_CODE = 127  # symmetric int8; -128 is left to inputs beyond what calibration saw
+# Of the static grid of inputs: of symmetric int8, -128 is left to inputs beyond what calibration saw.
+LARGEST_INPUT: Mapping[Activations, float] = {"int8": 127, "fp8": float(e4m3.LARGEST)}
+# Of E4M3, whose steps are 2^-3 of the power of two below a number: the mean of step² / 12 over numbers that are spread
+# evenly in their logarithm is 3 / (8 ln 2) / (64 * 12) times the number squared.
+FP8_NOISE = 3 / (8 * math.log(2)) / (64 * 12)
+FP8_LAST_STEP = 2.0**-9  # between the numbers nearest to zero
 _SMALLEST_STEP = 1e-20  # of inputs; smaller ones times a weight's scale could be no float32 number
 SEARCH_OUTPUTS = 256  # looked at in the search of an input scale, evenly spaced
 
@@ -45,7 +54,8 @@ class Inputs:
         """Variance that rounding adds to each channel of x; None where inputs stay in float."""
         if self.scheme.activations == "float":
             return None
-        return input_noise(self.statistics.max_abs, diagonal(self.statistics.gram), self.scale)
+        power = diagonal(self.statistics.gram)
+        return input_noise(self.statistics.max_abs, power, self.scale, self.scheme.activations)
 
     @cached_property
     def gram(self) -> FloatArray:
@@ -161,24 +171,29 @@ class Problem:
         return output_error(linear.dequantize() / self.scale.values - weight, self.inputs.held_out)
 
 
-def input_step(max_abs: FloatArray, scale: InputScale) -> float:
-    """Step of the static grid for ``x / s``; a float32 value. :class:`QuantizationError` where inputs are not finite.
+def input_step(max_abs: FloatArray, scale: InputScale, activations: Activations) -> float:
+    """Scale of the static grid for ``x / s``; a float32 value, of FP8 also one of float16.
+
+    :class:`QuantizationError` where inputs are not finite.
 
     Inputs that are always zero, as those behind linears of zeros are, are zero on any grid.
     """
-    step = np.float32((max_abs / scale.values).max() / LARGEST_CODE)
+    step = np.float32((max_abs / scale.values).max() / LARGEST_INPUT[activations])
     if step < _SMALLEST_STEP:
         return SOME_STEP
+    if activations == "fp8" and np.isfinite(step):
+        step = FORMAT.storable(np.array([step], np.float32))[0]
     if not np.isfinite(step):
         raise QuantizationError(
             f"inputs of magnitude {float(max_abs.max())}",
             expected="finite inputs",
-            remedy="run `dvc repro calibrate`, or let a rule without int8 activations match this linear",
+            remedy="run `dvc repro calibrate`, or let a rule with activations in float match this linear",
         )
     return float(step)
 
 
-def input_noise(max_abs: FloatArray, power: FloatArray, scale: InputScale) -> FloatArray:
+def input_noise(max_abs: FloatArray, power: FloatArray, scale: InputScale, activations: Activations) -> FloatArray:
     """Variance that rounding adds to each channel of x, ``[K]``; ``power`` is the mean of x² (a Gram's diagonal)."""
-    step = input_step(max_abs, scale) * scale.values
-    return np.minimum(step**2 / 12, power).astype(np.float32)
+    step = input_step(max_abs, scale, activations) * scale.values
+    noise = FP8_NOISE * power + (FP8_LAST_STEP * step) ** 2 / 12 if activations == "fp8" else step**2 / 12
+    return np.minimum(noise, power).astype(np.float32)

@@ -59,7 +59,7 @@ class TensorInventory(Frozen):
     wide_scales: bool = False  # in float32, because float16 would lose some of them
     scales_not_finite: int = 0
     scales_zero: int = 0
-    input_scale: float | None = None  # of static int8 activations
+    input_scale: float | None = None  # of static activations
     held: int = 0
     scales_one: int = 0  # scales of one, where the weights ask for another
     lost: int = 0  # decoded to zero, or one code for weights that differ
@@ -233,8 +233,10 @@ def prove(
         reasons.append(f"{bits:.2f} bits per weight are stored, {planned_bits:.2f} were planned")
     size = sum(entry.stored_bytes for entry in inventory)
     size_ratio = size / (BF16_BYTES * max(1, sum(entry.weights for entry in inventory)))
-    if size_ratio >= 1:
-        reasons.append(f"the checkpoint is {size_ratio:.2f} times the size of the source in bfloat16")
+    # What the plan leaves in float is the source's: that it may lie there in float32 tells nothing of the codes.
+    shrunk = bits / (8 * BF16_BYTES)
+    if weights and shrunk >= 1:
+        reasons.append(f"quantized tensors are {shrunk:.2f} times the size of the source in bfloat16")
     return QuantizationProof(
         quantized_tensors=len({entry.name for entry in inventory if entry.bits != 32}),
         planned_tensors=len(planned),
@@ -251,7 +253,7 @@ def _reasons(entry: TensorInventory, scheme: Scheme) -> list[str]:
     if entry.bits != scheme.bits:
         stored = "in float" if entry.bits == 32 else f"in {entry.bits} bits"
         return [f"{entry.label} was planned as {scheme.name} but is stored {stored}"]
-    if (entry.input_scale is not None) != (scheme.activations == "int8"):
+    if (entry.input_scale is not None) != (scheme.activations != "float"):
         found = "without" if entry.input_scale is None else "with"
         return [f"{entry.label} was planned as {scheme.name} but is stored {found} an input scale"]
     if entry.format != scheme.format:

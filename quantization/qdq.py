@@ -1,7 +1,7 @@
-"""Arithmetic of graphs with QuantizeLinear and DequantizeLinear: FP8 (E4M3) weights and inputs, positive int4 blocks.
+"""Arithmetic of graphs with DequantizeLinear over 4-bit blocks, whose scales a compiler wants positive and in 16 bits.
 
-Such graphs are made while an engine is lowered, for a compiler that takes 16-bit floats
-(engines/passes/tensorrt/fp8_linears.py, int4_linears.py). No checkpoint holds these tensors.
+Such graphs are made while an engine is lowered (engines/passes/tensorrt/int4_linears.py). No checkpoint holds these
+tensors.
 
 N  output channels      K  input channels
 """
@@ -9,16 +9,13 @@ N  output channels      K  input channels
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from tapeout.number_format import FloatArray
 from tapeout.quantized import QuantizedWeight
 
-LARGEST_FP8 = np.float32(448.0)  # of E4M3 without infinities (arXiv:2209.05433)
 LARGEST_INT4, SMALLEST_INT4 = 7, -8
 
 
@@ -29,23 +26,6 @@ def half_scales(scales: FloatArray) -> FloatArray:
     """
     tiny = np.float32(np.finfo(np.float16).smallest_normal)
     return np.maximum(scales.astype(np.float16).astype(np.float32), tiny)
-
-
-def fp8_weight(weight: FloatArray) -> tuple[NDArray[Any], FloatArray]:
-    """``weight [N, K]`` as FP8 codes ``[N, K]`` and a positive scale per output channel ``[N]``.
-
-    >>> codes, scales = fp8_weight(np.array([[448.0, -1.5]], np.float32))
-    >>> (codes.astype(np.float32) * scales[:, None]).tolist()
-    [[448.0, -1.5]]
-    """
-    scales = half_scales(np.abs(weight).max(axis=1) / LARGEST_FP8)
-    scaled = np.clip(weight / scales[:, None], -LARGEST_FP8, LARGEST_FP8)
-    return scaled.astype(ml_dtypes.float8_e4m3fn), scales
-
-
-def fp8_input_scale(largest: float) -> FloatArray:
-    """A scalar: the largest calibrated ``|x|`` falls on the largest FP8 value, and what is larger saturates."""
-    return half_scales(np.array(largest / float(LARGEST_FP8), np.float32))
 
 
 def positive_int4(parts: Sequence[QuantizedWeight]) -> tuple[NDArray[np.int8], FloatArray, int]:

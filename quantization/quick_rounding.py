@@ -63,15 +63,15 @@ class Prepared:
             if scale is not None:
                 problem = problem.under(scale)
         if (
-            scheme.bits <= GPTQ_BITS
+            (scheme.bits <= GPTQ_BITS or scheme.activations == "fp8")
             and "gptq" in self.candidates
             and (factors := problem.inputs.once(gptq.factors_of)) is not None
         ):
             linears = [gptq.gptq(weight, factors, fit_range(weight, scheme), scheme) for weight in problem.scaled()]
         else:
             linears = [round_to_nearest(weight, scheme) for weight in problem.scaled()]
-        if scheme.activations == "int8":
-            step = input_step(self.statistics.max_abs, problem.scale)
+        if scheme.activations != "float":
+            step = input_step(self.statistics.max_abs, problem.scale, scheme.activations)
             linears = [replace(linear, input_scale=step) for linear in linears]
         return Simulated(tuple(restored(linears, self.factors)), problem.scale)
 

@@ -36,6 +36,7 @@ from quantization.needs import decoded_bytes, reference_needs
 from tapeout.errors import QuantizationError
 from tapeout.mapped_model import empty_model, fill
 from tapeout.mapped_weights import weight_at_call
+from tapeout.number_format import Activations
 from tapeout.operators import computed_by_token, state_changed, state_left
 from tapeout.operators.experts import DOWN_INPUT, UP_INPUT
 from tapeout.operators.experts.in_torch import calls_interface, experts_changed
@@ -65,14 +66,14 @@ class QuantizedReference:
         recurrent_state: str = "float32",
     ) -> None:
         self.model, linears, experts = _load(folder)
-        self._experts = {at: grid for at, grid in experts.items() if int8_activations and not grid.e4m3}
+        self._experts = {at: grid for at, grid in experts.items() if int8_activations and not grid.by_token}
         stored = KVScales.read(folder)
         self.kv_scales = {name: torch.from_numpy(scale) for name, scale in stored.scales.items()}
         self.kv_dtype = stored.dtype
         self._states: dict[str, list[FloatArray]] = {}
         self._rounds_states, self._rounds_inputs = recurrent_state == "bfloat16", True
         for module, grid in linears:
-            if grid.input_scale is not None or (fp8_activations if grid.e4m3 else int8_activations):
+            if grid.input_scale is not None or (fp8_activations if grid.by_token else int8_activations):
                 module.register_forward_pre_hook(input_hook(partial(self._rounded_input, grid)))
 
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
@@ -185,7 +186,7 @@ def round_to_grid(values: Tensor, scale: Tensor, dtype: str) -> Tensor:
     """Keys or values ``[B, H, S, D]`` to the nearest code of ``scale [H, D]``, ties to even, clamped to ``dtype``."""
     step, largest = scale[:, None, :], LARGEST[dtype]
     if dtype == "fp8":
-        return (values / step).clamp_(-largest, largest).to(torch.float8_e4m3fn).float() * step
+        return _nearest_e4m3(values / step) * step
     return (values / step).round_().clamp_(-largest - 1, largest) * step
 
 
@@ -209,9 +210,16 @@ def round_static(inputs: Tensor, step: float) -> Tensor:
 def round_by_token(inputs: Tensor) -> Tensor:
     """``[..., K]`` to the nearest E4M3 times the scale of its row, under which the largest number is 448."""
     largest = inputs.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 0, LARGEST["fp8"] / largest, 0.0)
-    scaled = (inputs * inverse).clamp_(-LARGEST["fp8"], LARGEST["fp8"])
-    return scaled.to(torch.float8_e4m3fn).float() * (largest / LARGEST["fp8"])
+    return _nearest_e4m3(inputs * torch.where(largest > 0, LARGEST["fp8"] / largest, 0.0)) * (largest / LARGEST["fp8"])
+
+
+def round_fp8(inputs: Tensor, scale: float) -> Tensor:
+    """``inputs`` to the nearest E4M3 times ``scale``, ties to even, clamped: QuantizeLinear and back."""
+    return _nearest_e4m3(inputs / scale) * scale
+
+
+def _nearest_e4m3(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-LARGEST["fp8"], LARGEST["fp8"]).to(torch.float8_e4m3fn).to(scaled.dtype)
 
 
 @dataclass(frozen=True)
@@ -220,16 +228,19 @@ class InputGrid:
 
     group_size: int
     input_scale: float | None  # None: rounded per row and group by MatMulNBits
-    e4m3: bool = False  # rounded per row by kernels for FP8
+    activations: Activations = "float"
+    by_token: bool = False  # rounded to E4M3 per row, by kernels for FP8
 
     @classmethod
     def of(cls, linear: QuantizedWeight) -> InputGrid:
-        return cls(linear.group_size, linear.input_scale, is_e4m3(linear.scheme))
+        scheme = linear.scheme
+        return cls(linear.group_size, linear.input_scale, scheme.activations, by_token=is_e4m3(scheme))
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if self.input_scale is not None:
-            return round_static(inputs, self.input_scale)
-        if self.e4m3:
+            rounded = round_fp8 if self.activations == "fp8" else round_static
+            return rounded(inputs, self.input_scale)
+        if self.by_token:
             return round_by_token(inputs)
         return round_activations(inputs, self.group_size)
 

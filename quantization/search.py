@@ -136,7 +136,7 @@ def _charged(members: list[Rounded], problem: Problem, weights: Sequence[FloatAr
     """With what remains of the noise of rounded inputs, and with their step; as they are where inputs stay in float."""
     if problem.noise is None:
         return members
-    step = input_step(problem.statistics.max_abs, problem.scale)
+    step = input_step(problem.statistics.max_abs, problem.scale, problem.scheme.activations)
     return [
         Rounded(
             member.method,

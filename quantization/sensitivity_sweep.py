@@ -1,7 +1,7 @@
-"""Sweep: every scheme of the menu on every unit of a model, one at a time, everything else in float.
+"""Sweep: every candidate scheme on every unit of a model, one at a time, everything else in float.
 
 A unit's schemes are measured from the unit's first layer on; what lies before it is the same for all of them. The
-token embedding and lm_head are one unit with a menu of their own, the KV cache is another; where the recipe writes
+token embedding and lm_head are one unit with candidates of their own, the KV cache is another; where the recipe writes
 one of the two out, that alone is measured.
 """
 
@@ -14,7 +14,7 @@ from quantization.calibration import Calibration, sample_hash
 from quantization.needs import simulation_needs
 from quantization.sensitivity import Sensitivity, UnitSensitivity
 from quantization.statistics import held_out
-from quantization.units import caches, candidates_of, embedding_schemes, units_of
+from quantization.units import ALL_CANDIDATES, Candidates, caches, candidates_of, embedding_schemes, units_of
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
@@ -31,6 +31,7 @@ def sweep(
     calibration: Artifact[Calibration],
     samples: Sequence[Sequence[int]],
     folder: Path,
+    candidates: Candidates = ALL_CANDIDATES,
 ) -> Artifact[Sensitivity]:
     """Write the Sensitivity to ``folder``. ``samples``: token ids of all that was calibrated on.
 
@@ -46,9 +47,11 @@ def sweep(
 
     chosen = held_out(calibration, samples)[: wanted.samples]
     units = units_of(graph.record, wanted.layers_per_group)
-    work = [(unit, [scheme for scheme in candidates_of(unit.groups[0]) if scheme != FLOAT]) for unit in units]
+    work = [
+        (unit, [scheme for scheme in candidates_of(unit.groups[0], candidates) if scheme != FLOAT]) for unit in units
+    ]
     embeddings = embedding_schemes(wanted.embeddings, graph.record.hidden_size)
-    kept = caches(wanted.kv_cache, graph.record)
+    kept = caches(wanted.kv_cache, graph.record, candidates)
     count = sum(len(schemes) for _, schemes in work) + len(embeddings) + len(kept)
     tokens, positions = len(chosen) * max(map(len, chosen)), POSITIONS * len(chosen)
     require("measuring sensitivity", simulation_needs(graph.record, units, tokens, positions, plans=False), folder)

@@ -163,6 +163,14 @@ LAYOUTS: Mapping[str, Layout] = {
         (StoredPart("weight_packed", ("U8",), ("N", "K/2")), StoredPart("weight_scale", ("U8",), ("N", "K/g"))),
         _halves_size,
     ),
+    "our fp8-quantized": Layout(
+        (
+            StoredPart("weight", ("U8",), ("N", "K")),
+            StoredPart("weight_scale", ("F16", "F32"), ("N", "K/g")),
+            StoredPart("input_scale", ("F32",), ("1",)),
+        ),
+        _weight_size,
+    ),
     "our int-quantized e8m0": Layout(
         (StoredPart("weight", ("I8",), ("N", "K")), StoredPart("weight_scale", ("U8",), ("N", "K/g"))), _weight_size
     ),

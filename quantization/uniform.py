@@ -1,15 +1,11 @@
-"""What a compiler for named hardware asks for: every linear in one scheme, or the calibrated range of its input."""
+"""What a compiler for named hardware asks for: every linear in one scheme."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import safe_open
-
-from quantization.calibration import Calibration, statistics_file
+from quantization.calibration import Calibration
 from quantization.checkpoint import QuantizedModel
 from quantization.compressed_tensors import Checkpoint
 from quantization.plan_search import write_plan
@@ -28,19 +24,13 @@ def quantize_uniformly(
     scheme: Scheme,
     folder: Path,
 ) -> Artifact[QuantizedModel]:
-    """Every linear of the layers in ``scheme`` by the default search, all else in float. Writes two folders."""
+    """Every linear of the layers in ``scheme``, all else in float. Writes two folders."""
     plan = Plan(
         schemes=(Rule(match="*", scheme=scheme),),
         embeddings=FLOAT,
         kv_cache=KVCache(dtype="float32"),
     )
-    return quantize(
-        Quantize(scale_grid=settings.scale_grid),
-        graph,
-        calibration,
-        write_plan(plan, graph, folder / "plan"),
-        folder / "quantized",
-    )
+    return quantize(settings, graph, calibration, write_plan(plan, graph, folder / "plan"), folder / "quantized")
 
 
 class RoundedWeights:
@@ -53,15 +43,3 @@ class RoundedWeights:
     def linear(self, name: str) -> Any:
         weight = self._checkpoint.weight(name)
         return stored_by_rtn(self._scheme.fitted(weight.shape[1]), weight)
-
-
-def largest_inputs(calibration: Artifact[Calibration], graph: PortableGraph) -> dict[str, float]:
-    """Largest calibrated ``|x|`` of the input of each linear group that was calibrated."""
-    largest: dict[str, float] = {}
-    for group in graph.groups:
-        name = f"{group.name}.max_abs"
-        with safe_open(calibration.folder / statistics_file(group.name), framework="numpy") as statistics:
-            if name in statistics.keys():  # noqa: SIM118
-                values: NDArray[np.float32] = statistics.get_tensor(name)
-                largest[group.name] = float(values.max())
-    return largest

@@ -25,6 +25,17 @@ Schemes = dict[str, Scheme]  # by group name, and EMBEDDING; fitted
 
 
 @dataclass(frozen=True)
+class Candidates:
+    """What a plan chooses from, as its target has kernels: schemes of linears, and how keys and values are kept."""
+
+    schemes: tuple[Scheme, ...] = CANDIDATE_SCHEMES
+    caches: tuple[KVCache, ...] = CACHE_CANDIDATES
+
+
+ALL_CANDIDATES = Candidates()
+
+
+@dataclass(frozen=True)
 class Unit:
     """Groups of one kind and shape in neighbouring layers, which take one scheme: ``layers.5-9.gate_up``."""
 
@@ -102,29 +113,29 @@ def is_rate(group: str) -> bool:
 
 
 def candidates_for(columns: int, candidate_schemes: Sequence[Scheme] = CANDIDATE_SCHEMES) -> tuple[Scheme, ...]:
-    """The schemes of a menu that weights of ``columns`` inputs can have, fitted to them, each once."""
+    """The candidate schemes that weights of ``columns`` inputs can have, fitted to them, each once."""
     fitting = [scheme for scheme in candidate_schemes if scheme.group_size is None or columns % SMALLEST_GROUP == 0]
     return tuple(dict.fromkeys(scheme.fitted(columns) for scheme in fitting))
 
 
-def candidates_of(group: LinearGroup) -> tuple[Scheme, ...]:
-    """What the planner may choose for a group of linears or experts, fitted to it.
+def candidates_of(group: LinearGroup, candidates: Candidates = ALL_CANDIDATES) -> tuple[Scheme, ...]:
+    """What the planner may choose of ``candidates`` for a group of linears or experts, fitted to it.
 
     Rates of a recurrence stay in float; inputs of experts have no static grid.
     """
     if is_rate(group.name):
         return (FLOAT,)
-    possible = [scheme for scheme in CANDIDATE_SCHEMES if scheme.activations == "float" or not group.experts]
+    possible = [scheme for scheme in candidates.schemes if scheme.activations == "float" or not group.experts]
     return candidates_for(group.in_features, possible)
 
 
 def embedding_schemes(wanted: Embeddings, columns: int) -> tuple[Scheme, ...]:
-    """What the embedding and lm_head, of ``columns`` channels, may get: the menu, or the one that is written."""
+    """What the embedding and lm_head, of ``columns`` channels, may get: its candidates, or the one that is written."""
     return candidates_for(columns, EMBEDDING_CANDIDATES) if wanted == "auto" else (wanted.fitted(columns),)
 
 
-def caches(wanted: Cache, graph: PortableGraph) -> tuple[KVCache, ...]:
-    """How keys and values may be kept: as the menu has it, or as it is written. A byte holds two codes of 4 bits.
+def caches(wanted: Cache, graph: PortableGraph, candidates: Candidates = ALL_CANDIDATES) -> tuple[KVCache, ...]:
+    """How keys and values may be kept: any of the candidates, or as it is written. A byte holds two codes of 4 bits.
 
     Of a model that keeps none there is nothing to choose.
     """
@@ -132,7 +143,7 @@ def caches(wanted: Cache, graph: PortableGraph) -> tuple[KVCache, ...]:
         return (wanted,)
     if not graph.cached_layers:
         return (KVCache(dtype="float32"),)
-    return tuple(cache for cache in CACHE_CANDIDATES if cache.dtype != "int4" or graph.head_size % 2 == 0)
+    return tuple(cache for cache in candidates.caches if cache.dtype != "int4" or graph.head_size % 2 == 0)
 
 
 def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:

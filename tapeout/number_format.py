@@ -23,7 +23,7 @@ FloatArray = NDArray[np.float32]
 CodeArray = NDArray[np.uint8]
 AnyArray = NDArray[Any]
 Tensors = Mapping[str, AnyArray]  # of one module, by the part of the name that follows the module's
-Activations = Literal["float", "int8"]  # int8: one static scale for the whole input
+Activations = Literal["float", "int8", "fp8"]  # int8, fp8: one static scale for the whole input
 ScaleType = Literal["float", "e8m0"]  # e8m0: a power of two in a byte
 SCALE_BITS: Mapping[ScaleType, int] = {"float": 16, "e8m0": 8}  # as they are stored; floats that need it in float32
 
@@ -57,7 +57,7 @@ class Coded(NamedTuple):
     codes: CodeArray  # [..., N, K]
     scales: FloatArray  # [..., N, G], may be negative
     zero_points: CodeArray | None  # [..., N, G]
-    input_scale: float | None = None  # step of the inputs' static int8 grid; None: inputs stay in float
+    input_scale: float | None = None  # of the inputs' static grid; None: inputs stay in float
 
 
 class Format(Protocol):

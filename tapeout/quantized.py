@@ -28,7 +28,7 @@ class QuantizedWeight:
     scales: FloatArray  # [..., N, G], may be negative
     zero_points: CodeArray | None  # [..., N, G], unsigned
     scheme: Scheme  # fitted to K
-    input_scale: float | None = None  # step of the inputs' static int8 grid; None: inputs stay in float
+    input_scale: float | None = None  # of the inputs' static grid; None: inputs stay in float
 
     @classmethod
     def of(cls, coded: Coded, scheme: Scheme) -> QuantizedWeight:
@@ -142,4 +142,4 @@ def stored_by_rtn(scheme: Scheme, weight: FloatArray) -> QuantizedWeight | Float
     if scheme == FLOAT:
         return weight
     rounded = round_to_nearest(weight, scheme)
-    return replace(rounded, input_scale=SOME_STEP) if scheme.activations == "int8" else rounded
+    return rounded if scheme.activations == "float" else replace(rounded, input_scale=SOME_STEP)

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from engines.bundle import BLOCK_TABLE, GREEDY, NEXT_TOKENS, OFFSETS, STARTS
 from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.passes.base import CONTRIB, Lowering, initializer, replace
-from engines.passes.graph.linears import biases_of, group_name, is_head, is_linear, weights_of
+from engines.passes.graph.linears import biases_of, is_head, is_linear, weights_of
 from engines.passes.tensorrt.fixed_kv_cache import WRITE_POSITIONS
 from engines.sessions import cpu_options, open_session
 from engines.targets.ort_cpu import library
-from quantization.qdq import fp8_input_scale
 from tapeout.operators.attention import is_attention
 from tests.attention_graph import unpacked
 
@@ -84,10 +83,9 @@ def _write_linear(model: ir.Model, lowering: Lowering, node: ir.Node, coming: st
     if coming == "static_int8_linears" and step is not None:
         grid = plain("step", np.array(step, np.float32)), plain("zero", np.array(0, np.int8))
         x = add("DequantizeLinear", add("QuantizeLinear", x, *grid), *grid)
-    elif coming == "fp8_linears" and lowering.precision == "fp8" and not is_head(lowering, node):
-        largest = lowering.activation_max[group_name(lowering, node)]
+    elif coming == "fp8_linears" and step is not None and not is_head(lowering, node):
         grid = (
-            plain("step", fp8_input_scale(largest)),
+            plain("step", np.array(step, np.float32)),
             plain("zero", np.array(0, ml_dtypes.float8_e4m3fn)),
         )
         x = add("DequantizeLinear", add("QuantizeLinear", x, *grid), *grid)

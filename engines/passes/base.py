@@ -38,8 +38,6 @@ class Weights(Protocol):
 class QDQ(Protocol):
     """Arithmetic of graphs with QuantizeLinear and DequantizeLinear (quantization.qdq)."""
 
-    def fp8_weight(self, weight: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
-    def fp8_input_scale(self, largest: float) -> NDArray[np.float32]: ...
     def positive_int4(self, parts: Sequence[QuantizedWeight]) -> tuple[NDArray[np.int8], NDArray[np.float32], int]: ...
 
 
@@ -82,9 +80,9 @@ class Lowering:
     linear_outputs: list[LinearOutput] = field(default_factory=list[LinearOutput])  # likewise
     # For targets that are strongly typed (engines.targets.tensorrt):
     float_type: str = "fp32"  # fp16 or bf16
-    precision: str = "fp32"  # of linears: the float type, int4 or fp8
-    activation_max: dict[str, float] = field(default_factory=dict)  # group -> largest |input| while calibrating
-    qdq: QDQ | None = None  # for int4 and fp8
+    precision: str = "fp32"  # as it was asked for
+    formats: frozenset[str] = frozenset()  # of linears (tapeout/formats) that the precision has; others are decoded
+    qdq: QDQ | None = None  # for int4
 
     def __post_init__(self) -> None:
         transposed = [group for group in self.graph.groups if group.transposed]

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.stages.cost_table import CHOSEN, cost_table
+from pipeline.stages.cost_table import CHOSEN, cost_table, timed_target
 from quantization.cost_table import CostTable, shape_of
 from quantization.units import HEAD, kind_of
 from tapeout import artifact
@@ -37,6 +37,7 @@ def run(artifacts: Path, recipe: BaseRecipe, tokens: Sequence[int]) -> tuple[dic
     graph = artifact.load(artifacts / "graph", PortableGraph).record
     every = CHOSEN | {"goal": "workload", "workload": {count: 1 / len(tokens) for count in tokens}}
     asked = recipe.model_copy(update={"plan": recipe.plan.model_copy(update=every)})
+    timed_target(asked)
     table = cost_table(asked, graph, measure=True)
     return _record(table, tokens), _shown(table, graph, tokens)
 

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from engines.bundle import EngineBundle
 from engines.compile import build
-from engines.target import GraphTarget
+from engines.target import GraphTarget, Target
 from quantization.checkpoint import KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
+from tapeout.schemes import Scheme
+
+
+def require_computed(target: Target[Any], schemes: Iterable[Scheme]) -> None:
+    """:class:`BuildError` for linears whose inputs are rounded as the target does not."""
+    computed = target.capabilities.activations
+    refused = sorted({scheme.name for scheme in schemes if scheme.activations not in computed})
+    if refused:
+        raise BuildError(
+            f"linears in {', '.join(refused)}, which {target.name} does not compute",
+            expected=f"activations in {' or '.join(computed)}",
+            remedy="choose other schemes in plan.schemes, or build for a target that has them (docs/targets.md)",
+        )
 
 
 def build_candidate(
@@ -23,6 +38,7 @@ def build_candidate(
     slots: int,
     progress: Callable[[str], None],
 ) -> Artifact[EngineBundle]:
+    require_computed(target, [linear.scheme for linear in quantized.record.linears])
     kv = KVScales.read(quantized.folder)
     return build(
         graph,

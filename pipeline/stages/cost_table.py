@@ -10,15 +10,16 @@ from engines.costs.linears import LinearShape, TimedLinear, linear_bytes
 from engines.costs.timing import OperatorTimer, Seconds, streamed_bytes
 from engines.load import find_target, known_targets
 from engines.target import Target
-from quantization.cost_table import CostTable, schemes_by_shape, shape_of, visited, workload_of
+from pipeline.stages.target_candidates import target_candidates
+from quantization.cost_table import CostTable, declared_costs, schemes_by_shape, shape_of, visited, workload_of
 from quantization.plan import PrecisionPlan, UnitPlan
-from quantization.units import caches
+from quantization.units import Candidates, caches
 from tapeout.cores import physical_cores
 from tapeout.errors import RecipeError
 from tapeout.portable_graph import PortableGraph
 from tapeout.progress import ProgressBar
 from tapeout.quantized import stored_by_rtn
-from tapeout.recipe import BaseRecipe
+from tapeout.recipe import BaseRecipe, Plan
 
 CHOSEN = {"schemes": "auto", "embeddings": "auto", "kv_cache": "auto"}  # all of a plan that can be chosen
 
@@ -40,9 +41,12 @@ def timed_target(recipe: BaseRecipe) -> Target[Any]:
 def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> CostTable:
     """Bytes and seconds of every linear under every scheme it may get; seconds of attention likewise.
 
-    ``measure`` False: seconds as far as they were measured here before. :class:`RecipeError` if it is True and the
-    target times no schemes.
+    Of a target that times nothing here, by what it declares. ``measure`` False: seconds as far as they were measured
+    here before. :class:`RecipeError` if it is True and the target neither times nor declares anything.
     """
+    capabilities = find_target(recipe.build.target).capabilities
+    if capabilities.throughput is not None and not capabilities.timed:
+        return declared(find_target(recipe.build.target), recipe, graph, recipe.plan, target_candidates(capabilities))
     target = timed_target(recipe) if measure else find_target(recipe.build.target)
     threads = recipe.build.threads or physical_cores()
     tokens = sorted({1, *workload_of(recipe.plan)})  # prefill computes one position of lm_head
@@ -71,6 +75,16 @@ def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> Co
         of_experts = {visited(group, count)[1] for group in alike for count in tokens}
         seconds[columns, outputs] = timer.costs(linear, sorted({*tokens, *of_experts}))
     return CostTable(target.name, threads, recipe.build.slots, context, sizes, seconds, attention)
+
+
+def declared(
+    target: Target[Any], recipe: BaseRecipe, graph: PortableGraph, plan: Plan, candidates: Candidates
+) -> CostTable:
+    """See :func:`quantization.cost_table.declared_costs`; what is not quantized has 16 bits on such targets."""
+    throughput = target.capabilities.throughput
+    assert throughput is not None
+    slots = recipe.build.slots
+    return declared_costs(graph, plan, candidates, throughput, target=target.name, slots=slots, float_bits=16)
 
 
 def timed(plan: PrecisionPlan, recipe: BaseRecipe, graph: PortableGraph) -> PrecisionPlan:

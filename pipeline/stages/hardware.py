@@ -8,19 +8,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.bundle import EngineBundle, LoweredGraph, PassReport
-from engines.target import Compilation, GraphTarget, HardwareTarget, Progress, Target
+from engines.target import Compilation, GraphTarget, HardwareTarget, Precision, Progress, Target
 from pipeline.recipe import Recipe
+from quantization.units import HEAD
 from tapeout import artifact
 from tapeout.artifact import Artifact, ArtifactRef, Parents
-from tapeout.errors import BuildError
+from tapeout.errors import BuildError, RecipeError
 from tapeout.portable_graph import PortableGraph
+from tapeout.quantized import QuantizedWeight
+from tapeout.recipe import KVCache, Quantize
+from tapeout.schemes import AUTO, FLOAT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from evals.portable import PortableReport
     from evals.verdict import Verdict
     from quantization.calibration import Calibration
+    from quantization.compressed_tensors import Checkpoint
+    from quantization.plan import PrecisionPlan
 
 
 @dataclass(frozen=True)
@@ -61,18 +67,20 @@ class Built:
 
 
 def explain(request: BuildRequest, target: Target[Any]) -> list[PassReport]:
-    """What each pass of the target does to the graph. Nothing is written; weights are rounded to nearest."""
+    """What each pass of the target does to the graph. Nothing is written; weights are rounded to nearest, all of them
+    to the smallest scheme where a plan would choose.
+    """
     from engines.compile import lower, lowering_for
     from quantization import qdq
     from quantization.checkpoint import KVScales
     from quantization.compressed_tensors import open_checkpoint
     from quantization.uniform import RoundedWeights
 
-    graph, scheme = request.graph, target.capabilities.precision(request.precision).weights
+    graph, schemes = request.graph, target.capabilities.precision(request.precision).schemes
     folder = request.checkpoint or graph.folder
     weights: Any = open_checkpoint(folder)
-    if scheme is not None and request.checkpoint is None:
-        weights = RoundedWeights(weights, scheme)
+    if schemes and request.checkpoint is None:
+        weights = RoundedWeights(weights, schemes[0])
     kv = KVScales.read(folder)
     lowering = lowering_for(
         target,
@@ -81,7 +89,6 @@ def explain(request: BuildRequest, target: Target[Any]) -> list[PassReport]:
         request.precision,
         kv_scales=kv.scales if kv.dtype in target.capabilities.kv_dtypes else {},
         kv_dtype=kv.dtype,
-        activation_max=_activation_max(request, target, graph)[0],
         qdq=qdq,
     )
     return list(lower(lowering, target.passes().every, lambda _: None))
@@ -112,9 +119,8 @@ def lower(request: BuildRequest, target: HardwareTarget, progress: Callable[[str
     from quantization.compressed_tensors import open_checkpoint
 
     graph = request.graph
-    activation_max, calibrated = _activation_max(request, target, graph)
-    folder, quantized = _checkpoint(request, target, graph)
-    return build(
+    folder, quantized = _checkpoint(request, target, graph, progress)
+    lowered = build(
         graph,
         open_checkpoint(folder),
         request.folder / "lowered",
@@ -122,11 +128,32 @@ def lower(request: BuildRequest, target: HardwareTarget, progress: Callable[[str
         precision=request.precision,
         slots=request.recipe.build.slots,
         kv_scales={},
-        activation_max=activation_max,
         qdq=qdq,
-        parents={"graph": graph, **quantized, **calibrated},
+        parents={"graph": graph, **quantized},
         progress=progress,
     )
+    if request.checkpoint is None:
+        require_planned(lowered, open_checkpoint(folder), graph.record)
+    return lowered
+
+
+def require_planned(lowered: Artifact[LoweredGraph], checkpoint: Checkpoint, graph: PortableGraph) -> None:
+    """:class:`BuildError` where the graph computes a linear of the layers otherwise than it was quantized for."""
+    computed = {name: how for label, how in lowered.record.computed.items() for name in label.split("+")}
+    wrong: list[str] = []
+    for group in (group for group in graph.groups if group.name != HEAD):
+        for name in group.members:
+            stored = checkpoint.linear(name)
+            asked = stored.scheme.format if isinstance(stored, QuantizedWeight) else FLOAT.format
+            found = computed.get(name, computed.get(group.name, "no linear"))
+            if found != asked:
+                wrong.append(f"{name} in {found} instead of {asked}")
+    if wrong:
+        raise BuildError(
+            f"the lowered graph computes {len(wrong)} linears otherwise than planned: {', '.join(wrong[:3])}",
+            expected="every linear as its plan says",
+            remedy="see why the passes declined it with `tapeout build --explain`",
+        )
 
 
 def evidence(request: BuildRequest, lowered: Artifact[LoweredGraph]) -> Artifact[PortableReport]:
@@ -182,28 +209,49 @@ def compile_for(
 
 def heldout_documents(request: BuildRequest) -> list[list[int]]:
     """Token ids of the documents that `dvc repro` evaluates on."""
-    from tokenizers import Tokenizer
-
     from evals.kinds.text import HeldOutSettings
+
+    text = request.recipe.section(HeldOutSettings)
+    _, heldout = _texts(request, text.documents, document_tokens=text.document_tokens)
+    return [tokens[: text.document_tokens] for tokens in _encoded(request, heldout[: request.documents])]
+
+
+def calibration_samples(request: BuildRequest) -> list[list[int]]:
+    """Token ids of what was calibrated on."""
+    return _encoded(request, _texts(request, 0)[0])
+
+
+def _texts(request: BuildRequest, heldout: int, *, document_tokens: int | None = None) -> tuple[list[str], list[str]]:
     from pipeline.sources.corpus import calibration_and_heldout
     from pipeline.sources.source import Source
 
-    recipe, text = request.recipe, request.recipe.section(HeldOutSettings)
-    source = artifact.load(request.artifacts / "source", Source)
-    tokenizer: Any = Tokenizer.from_file(str(request.artifacts / "graph" / "tokenizer.json"))
-    _, heldout = calibration_and_heldout(
-        source, recipe.calibrate, text.documents, recipe.seed, tokenizer, document_tokens=text.document_tokens
+    source, recipe = artifact.load(request.artifacts / "source", Source), request.recipe
+    return calibration_and_heldout(
+        source, recipe.calibrate, heldout, recipe.seed, _tokenizer(request), document_tokens=document_tokens
     )
-    return [tokenizer.encode(held).ids[: text.document_tokens] for held in heldout[: request.documents]]
 
 
-def _checkpoint(request: BuildRequest, target: HardwareTarget, graph: Artifact[PortableGraph]) -> tuple[Path, Parents]:
+def _encoded(request: BuildRequest, texts: Sequence[str]) -> list[list[int]]:
+    tokenizer = _tokenizer(request)
+    return [tokenizer.encode(text).ids for text in texts]
+
+
+def _tokenizer(request: BuildRequest) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(request.artifacts / "graph" / "tokenizer.json"))
+
+
+def _checkpoint(
+    request: BuildRequest, target: HardwareTarget, graph: Artifact[PortableGraph], progress: Callable[[str], None]
+) -> tuple[Path, Parents]:
     """The folder of the weights, and the parents that this adds."""
     from quantization.checkpoint import QuantizedModel
+    from quantization.quantize import quantize
     from quantization.uniform import quantize_uniformly
 
-    capabilities = target.capabilities
-    scheme = capabilities.precision(request.precision).weights
+    capabilities, settings = target.capabilities, Quantize(scale_grid=request.recipe.quantize.scale_grid)
+    precision = capabilities.precision(request.precision)
     if request.checkpoint is not None:
         quantized = artifact.load(request.checkpoint, QuantizedModel)
         if quantized.record.kv_cache.dtype == "int4" and "int4" not in capabilities.kv_dtypes:
@@ -212,26 +260,62 @@ def _checkpoint(request: BuildRequest, target: HardwareTarget, graph: Artifact[P
                 expected=f"8 bits or float: {target.name} compiles for {', '.join(capabilities.kv_dtypes)}",
                 remedy="quantize with plan.kv_cache.dtype int8 or float32, or build for a target with such a cache",
             )
-    elif scheme is not None:
-        quantized = quantize_uniformly(request.recipe.quantize, graph, request.calibration, scheme, request.folder)
+    elif precision.choices:
+        plan = _plan(request, target, precision, graph, settings, progress)
+        quantized = quantize(
+            settings, graph, request.calibration, plan, request.folder / "quantized", progress=progress
+        )
+    elif precision.weights is not None:
+        quantized = quantize_uniformly(settings, graph, request.calibration, precision.weights, request.folder)
     else:
         return graph.folder, {}
     return quantized.folder, {"quantized": quantized}
 
 
-def _activation_max(
-    request: BuildRequest, target: Target[Any], graph: Artifact[PortableGraph]
-) -> tuple[dict[str, float], Parents]:
-    """Ranges of activations where the precision needs them, and the parents that this adds."""
-    from quantization.uniform import largest_inputs
+def _plan(
+    request: BuildRequest,
+    target: HardwareTarget,
+    precision: Precision,
+    graph: Artifact[PortableGraph],
+    settings: Quantize,
+    progress: Callable[[str], None],
+) -> Artifact[PrecisionPlan]:
+    """Which linears have which of the precision's schemes: the recipe's goal within the precision's budget of KL."""
+    from pipeline.stages.cost_table import declared
+    from quantization.plan_search import make_plan
+    from quantization.sensitivity_sweep import sweep
+    from quantization.units import Candidates
 
-    if not target.capabilities.precision(request.precision).activation_ranges:
-        return {}, {}
-    if request.checkpoint is not None:
-        raise BuildError(
-            f"--precision {request.precision} with --checkpoint {request.checkpoint}",
-            expected="float weights, on which the activations were calibrated",
-            remedy="leave --checkpoint away",
+    recipe, candidates = request.recipe, Candidates(precision.choices)
+    wanted = recipe.plan.model_copy(
+        update={
+            "schemes": AUTO,
+            "embeddings": FLOAT,
+            "kv_cache": KVCache(dtype="float32"),
+            "max_kl": precision.max_kl,
+            "max_bytes": None,
+        }
+    )
+    if problems := recipe.model_copy(update={"plan": wanted}).conflicts():
+        raise RecipeError(
+            "; ".join(problems),
+            expected="a recipe that a plan can be chosen by",
+            remedy="correct the recipe, or choose --precision int4 or fp16, which choose nothing",
         )
-    calibration = request.calibration
-    return largest_inputs(calibration, graph.record), {"calibration": calibration}
+    samples, calibration = calibration_samples(request), request.calibration
+    progress("sensitivities")
+    sensitivity = sweep(wanted, settings, graph, calibration, samples, request.folder / "sensitivity", candidates)
+    costs = declared(target, recipe, graph.record, wanted, candidates)
+    plan = request.folder / "plan"
+    return make_plan(
+        wanted,
+        settings,
+        graph,
+        calibration,
+        sensitivity,
+        costs,
+        samples,
+        plan,
+        progress=progress,
+        candidates=candidates,
+    )

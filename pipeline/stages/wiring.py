@@ -20,6 +20,7 @@ from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, RecipeError, RegistryError, TapeoutError
 from tapeout.portable_graph import PortableGraph
+from tapeout.recipe import Rule
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
@@ -82,10 +83,13 @@ def _environment(recipe: Recipe) -> None:
     It is the first, so a machine that cannot build for the recipe's target is refused here, before anything takes long.
     """
     from engines.load import graph_target
+    from pipeline.stages.candidate import require_computed
     from pipeline.stages.code import code_hashes, module_hashes
     from pipeline.stages.environment import libraries, listed, machine, resolved
 
-    graph_target(recipe.build.target).require_machine()
+    target = graph_target(recipe.build.target)
+    target.require_machine()
+    require_computed(target, [rule.scheme for rule in recipe.plan.schemes if isinstance(rule, Rule)])
     hashes = code_hashes(STAGES, recipe.build.target)
     parameters = {name: listed("dvc.yaml", name) for name in STAGES}
     hashes["hardware"] = module_hashes("pipeline.stages.hardware", HARDWARE_TARGET)
@@ -132,15 +136,25 @@ def _calibrate(recipe: Recipe) -> None:
 
 
 def _sensitivity(recipe: Recipe) -> None:
+    from engines.load import find_target
+    from pipeline.stages.target_candidates import target_candidates
     from quantization.sensitivity_sweep import sweep
 
     sweep(
-        recipe.plan, recipe.quantize, _graph(), _calibration(), _calibration_samples(recipe), ARTIFACTS / "sensitivity"
+        recipe.plan,
+        recipe.quantize,
+        _graph(),
+        _calibration(),
+        _calibration_samples(recipe),
+        ARTIFACTS / "sensitivity",
+        target_candidates(find_target(recipe.build.target).capabilities),
     )
 
 
 def _plan(recipe: Recipe) -> None:
+    from engines.load import find_target
     from pipeline.stages.cost_table import cost_table
+    from pipeline.stages.target_candidates import target_candidates
     from quantization.plan_search import make_plan
     from quantization.sensitivity import Sensitivity
 
@@ -155,6 +169,7 @@ def _plan(recipe: Recipe) -> None:
         _calibration_samples(recipe),
         ARTIFACTS / "plan",
         progress=progress,
+        candidates=target_candidates(find_target(recipe.build.target).capabilities),
     )
 
 

@@ -1,7 +1,9 @@
 """SmoothQuant: move the outliers of a linear's inputs into its weights, so that one static int8 grid holds them all.
 
 ``s = max|x|^a / max|W|^(1 - a)`` per channel (Xiao et al. 2023, arXiv:2211.10438, equation 4). The exponent is searched
-by output error, with the rounding of the inputs simulated from calibration's statistics.
+by output error, with the rounding of the inputs simulated from calibration's statistics. Not for FP8: its steps grow
+with the number, so that outliers cost nothing, and inputs that all reach the end of the grid saturate on other text
+(docs/negative-results.md).
 
 K  input channels    s  [K], positive
 """
@@ -25,7 +27,7 @@ _FLOOR = 1e-4  # of the largest, so that a silent channel does not blow up its w
 
 def propose(problem: Problem) -> InputScale | None:
     """The scale of the lowest output error of RTN over all weights; None if none is lower than without."""
-    if problem.fold_target is None or problem.scheme.activations == "float":
+    if problem.fold_target is None or problem.scheme.activations != "int8":
         return None
     weight_max = np.maximum.reduce([np.abs(weight).max(axis=0) for weight in problem.weights])
     max_abs = problem.statistics.max_abs

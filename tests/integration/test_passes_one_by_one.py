@@ -28,9 +28,10 @@ from engines.passes.onnxruntime import cached_attention, silu
 from quantization import qdq
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
+from tapeout.formats.fp8 import FORMAT
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.quantized import QuantizedWeight, round_to_nearest
-from tapeout.schemes import STATIC_INT8, Scheme
+from tapeout.schemes import FP8, STATIC_INT8, Scheme
 from tests.between_passes import FloatArray, GraphRunner, written_out
 from tests.exported import family_graph
 from tests.lowering import FixedWeights
@@ -201,9 +202,9 @@ def lowering_of(graph: Artifact[PortableGraph], precision: str, *, kv_bits: int 
         kv_dtype=f"int{kv_bits}",
         float_type="fp16" if precision in FLOAT16 else "fp32",
         precision=precision,
+        formats=frozenset({precision} & {"int4", "fp8"}),
         qdq=qdq,
     )
-    lowering.activation_max = {group.name: 4.0 + n for n, group in enumerate(record.groups)}
     if precision == "quantized":
         shape = (record.kv_heads, record.head_size)
         lowering.kv_scales = {
@@ -223,9 +224,8 @@ def tensors_of(graph: Artifact[PortableGraph], precision: str) -> dict[str, Any]
         for name in group.members:
             weight = tensors[name].T if group.transposed else tensors[name]  # [out, in]
             if precision == "fp8" and group.name != "lm_head":
-                codes, scales = qdq.fp8_weight(weight)
-                decoded = codes.astype(np.float32) * scales[:, None]  # quantized again, these are themselves
-                tensors[name] = decoded.T if group.transposed else decoded
+                step = FORMAT.storable(np.array([(4 + number) / 448], np.float32))  # in float16 it is the same
+                tensors[name] = replace(round_to_nearest(weight, FP8), input_scale=float(step[0]))
             elif precision == "int4" and group.name != "lm_head":
                 int4 = Scheme(bits=4, group_size=32, symmetric=True, positive_scales=True)
                 tensors[name] = round_to_nearest(weight, int4.fitted(group.in_features))

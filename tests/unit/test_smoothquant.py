@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ from tapeout.errors import QuantizationError
 from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget
 from tapeout.quantized import round_to_nearest
-from tapeout.schemes import STATIC_INT8
+from tapeout.schemes import FP8, STATIC_INT8, Scheme
 
 RANDOM = np.random.default_rng(0)
 STATIC = STATIC_INT8
@@ -32,31 +33,35 @@ def gram_of(x: FloatArray) -> FloatArray:
     return (x.T @ x / len(x)).astype(np.float32)[None]
 
 
-def measured(x: FloatArray, weight: FloatArray, scale: InputScale) -> float:
+def measured(x: FloatArray, weight: FloatArray, scale: InputScale, scheme: Scheme = STATIC) -> float:
     """The same error, run instead of predicted."""
-    step = input_step(np.abs(x).max(axis=0), scale)
-    rounded = np.clip(np.rint(x / scale.values / np.float32(step)), -128, 127) * step
-    decoded = round_to_nearest(weight * scale.values, STATIC).dequantize()
+    step = input_step(np.abs(x).max(axis=0), scale, scheme.activations)
+    scaled = x / scale.values / np.float32(step)
+    floats = np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    rounded = (floats if scheme == FP8 else np.clip(np.rint(scaled), -128, 127)) * step
+    decoded = round_to_nearest(weight * scale.values, scheme).dequantize()
     return float(((rounded @ decoded.T - x @ weight.T) ** 2).sum(axis=1).mean())
 
 
-def predicted(x: FloatArray, weight: FloatArray, scale: InputScale) -> float:
-    problem = problem_of(x, weight, 1).under(scale)
-    return problem.error(round_to_nearest(weight * scale.values, STATIC), weight, gram_of(x))
+def predicted(x: FloatArray, weight: FloatArray, scale: InputScale, scheme: Scheme = STATIC) -> float:
+    problem = problem_of(x, weight, 1, scheme).under(scale)
+    return problem.error(round_to_nearest(weight * scale.values, scheme), weight, gram_of(x))
 
 
-def problem_of(x: FloatArray, weight: FloatArray, steps: int) -> Problem:
+def problem_of(x: FloatArray, weight: FloatArray, steps: int, scheme: Scheme = STATIC) -> Problem:
     gram, magnitude = gram_of(x), np.abs(x)
     inputs = Statistics(gram, gram, mean_abs=magnitude.mean(axis=0), max_abs=magnitude.max(axis=0))
-    return Problem.of([weight], STATIC, inputs, NORM, steps)
+    return Problem.of([weight], scheme, inputs, NORM, steps)
 
 
-@pytest.mark.parametrize("factor", [1, 20, 80])
-def test_the_predicted_error_is_the_measured_one(factor: float) -> None:
+@pytest.mark.parametrize("scheme", [STATIC, FP8], ids=["int8", "fp8"])
+@pytest.mark.parametrize("factor", [1, 20, 80, 4e5])
+def test_the_predicted_error_is_the_measured_one(factor: float, scheme: Scheme) -> None:
     x, weight = outliers(factor=factor), normal(96, 64)
     largest, weight_max = np.abs(x).max(axis=0), np.abs(weight).max(axis=0)
     for scale in (identity(64), *smoothquant.candidates(largest, weight_max, 4)):
-        assert predicted(x, weight, scale) == pytest.approx(measured(x, weight, scale), rel=0.15), scale.label
+        found = predicted(x, weight, scale, scheme)
+        assert found == pytest.approx(measured(x, weight, scale, scheme), rel=0.15), scale.label
 
 
 def test_outliers_move_into_the_weights_and_the_error_falls() -> None:
@@ -83,7 +88,8 @@ def test_a_silent_channel_neither_blows_up_nor_hides_the_others() -> None:
 
 def test_inputs_that_are_always_zero_have_some_grid_and_no_scale() -> None:
     """Behind linears of zeros."""
-    assert 0 < input_step(np.zeros(64, np.float32), identity(64)) < 1
-    with pytest.raises(QuantizationError, match="finite inputs"):
-        input_step(np.full(64, np.inf, np.float32), identity(64))
+    for activations in ("int8", "fp8"):
+        assert 0 < input_step(np.zeros(64, np.float32), identity(64), activations) < 1
+        with pytest.raises(QuantizationError, match="finite inputs"):
+            input_step(np.full(64, np.inf, np.float32), identity(64), activations)
     assert smoothquant.propose(problem_of(np.zeros((8, 64), np.float32), normal(8, 64), 5)) is None

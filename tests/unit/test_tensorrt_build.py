@@ -12,6 +12,7 @@ import pytest
 from engines.bundle import EngineBundle, LoweredGraph
 from engines.load import hardware_target, load
 from engines.target import Compilation
+from engines.targets.tensorrt import compiler
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError, FingerprintError
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 FAMILIES = ("llama", "qwen3", "gemma2")
 CAPABILITIES = ("sm86", "sm89", "sm120")
 # What the compiler says its GPUs cannot do (TensorRT-RTX 1.7.1): FP8 begins with sm89.
-REFUSED = {("fp8", "sm86")}
+REFUSED = {("fp8", "sm86"), ("auto", "sm86")}
 Made = Callable[[str, str], Artifact[LoweredGraph]]
 
 
@@ -48,7 +49,7 @@ def compiled(source: Artifact[LoweredGraph], folder: Path, capability: str, **ch
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("precision", ["int4", "fp8"])
+@pytest.mark.parametrize("precision", ["int4", "fp8", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_layers_build(lowered: Made, tmp_path: Path, family: str, precision: str, capability: str) -> None:
     source = lowered(family, precision)
@@ -73,6 +74,23 @@ def test_two_layers_build(lowered: Made, tmp_path: Path, family: str, precision:
         assert found.network.get(layer, 0) == nodes.get(node, 0), layer
     assert [(p.batch, p.min_tokens, p.max_tokens) for p in found.profiles] == [(1, 1, 64), (1, 1, 1)]
     assert bundle.record.hardware[0].features == (capability,)
+
+
+@pytest.mark.parametrize("layer", ["QUANTIZE", "DEQUANTIZE"])
+def test_a_parser_that_drops_a_quantized_linear_is_found(
+    lowered: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: str
+) -> None:
+    build: Any = vars(compiler)["_Build"]
+    counts = build.operator_counts
+
+    def one_less(self: Any) -> dict[str, int]:
+        found = counts(self)
+        return found | {layer: found[layer] - 1}
+
+    monkeypatch.setattr(build, "operator_counts", one_less)
+    with pytest.raises(BuildError, match=f"the parser made [0-9]+ {layer} layers of [0-9]+"):
+        compiled(lowered("llama", "auto"), tmp_path / "bundle", "sm89")
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_fp8_is_refused_where_the_gpu_has_none_with_the_compilers_reason(lowered: Made, tmp_path: Path) -> None:

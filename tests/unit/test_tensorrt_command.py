@@ -252,7 +252,9 @@ def test_a_checkpoint_with_a_4_bit_cache_is_refused(here: Path, capsys: pytest.C
     assert "keeps keys and values in 4 bits" in error and "plan.kv_cache.dtype int8" in error
 
 
-@pytest.mark.parametrize(("precision", "matched"), [("int4", "int4_linears"), ("fp8", "fp8_linears")])
+@pytest.mark.parametrize(
+    ("precision", "matched"), [("int4", "int4_linears"), ("fp8", "fp8_linears"), ("auto", "int4_linears")]
+)
 def test_explain_prints_every_pass_and_writes_nothing(
     here: Path, capsys: pytest.CaptureFixture[str], precision: str, matched: str
 ) -> None:
@@ -269,10 +271,6 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "no hardware": (["--target", "my-chip"], "names no hardware"),
     "a precision that is none": (["--target", "my-chip:a1", "--precision", "int3"], "precision 'int3'"),
     "buckets that are no counts": (["--target", "my-chip:a1", "--batches", "1,x"], "--batches 1,x"),
-    "fp8 of rounded weights": (
-        ["--target", "my-chip:a1", "--precision", "fp8", "--checkpoint", "somewhere"],
-        "fp8 with --checkpoint",
-    ),
 }
 
 
@@ -292,5 +290,5 @@ def test_the_matrix_reads_files_that_are_there_and_runs_a_command_that_is() -> N
     assert words[:2] == ["tapeout", "build"]
     name, capabilities = command.parse_target(words[words.index("--target") + 1])
     assert (name, capabilities) == ("tensorrt-rtx", ("sm89", "sm120"))
-    assert MATRIX["matrix"]["precision"] == ["fp16", "int4", "fp8"]
+    assert MATRIX["matrix"]["precision"] == ["fp16", "int4", "fp8", "auto"]
     assert (ROOT / "pipeline/targets" / MATRIX["wdir"]).resolve() == ROOT

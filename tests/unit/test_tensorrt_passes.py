@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,19 @@ from numpy.typing import NDArray
 
 from engines.portable import PortableEngine
 from engines.sequences import Sequences
-from quantization.qdq import fp8_weight, positive_int4
+from quantization.qdq import positive_int4
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
-from tapeout.quantized import QuantizedWeight
-from tapeout.schemes import Scheme
+from tapeout.quantized import QuantizedWeight, round_to_nearest
+from tapeout.schemes import FP8, Scheme
 from tests.exported import family_graph
-from tests.lowered import lowered
+from tests.lowered import SCHEMES, lowered, rounded
+from tests.lowering import FixedWeights
 
 FAMILIES = ("qwen2", "qwen3", "mistral-short-window", "gemma2")
 # Largest relative logit error of two random layers: rounding of fp16, of three-bit mantissas, of sixteen levels.
-TOLERANCE = {"fp16": 0.01, "fp8": 0.25, "int4": 0.6}
+TOLERANCE = {"fp16": 0.01, "fp8": 0.25, "int4": 0.6, "auto": 0.6}
 TOKENS = 24
 
 
@@ -120,10 +122,13 @@ def test_what_cannot_be_lowered_is_refused(tmp_path: Path) -> None:
     graph = family_graph("qwen3")
     with pytest.raises(BuildError, match="precision 'int3'"):
         lowered(graph, tmp_path / "a", "int3")
-    with pytest.raises(BuildError, match="no calibrated range"):
-        lowered(graph, tmp_path / "b", "fp8", activation_max={})
-    with pytest.raises(BuildError, match="calibrated range of nan"):
-        lowered(graph, tmp_path / "c", "fp8", activation_max={g.name: float("nan") for g in graph.record.groups})
+    for name, scales in (("b", [None]), ("c", [float("nan")]), ("d", [0.5, 0.25])):
+        tensors = rounded(graph, SCHEMES["fp8"])
+        for group in graph.record.groups:
+            for number, member in enumerate(group.members if group.name != "lm_head" else ()):
+                tensors[member] = replace(tensors[member], input_scale=scales[number % len(scales)])
+        with pytest.raises(BuildError, match=f"input scale of .*{scales[0]}"):
+            lowered(graph, tmp_path / name, "fp8", weights=FixedWeights(tensors))
     assert not list(tmp_path.iterdir())
 
 
@@ -135,15 +140,15 @@ weights = st.integers(0, 2**32 - 1).map(
 @given(weights)
 @settings(max_examples=30, deadline=None)
 def test_fp8_rows_keep_their_relative_precision(weight: NDArray[np.float32]) -> None:
-    codes, scales = fp8_weight(weight)
-    restored = codes.astype(np.float32) * scales[:, None]
+    found = round_to_nearest(weight, FP8)
+    restored, scales = found.dequantize(), found.scales[:, 0]
     # Three mantissa bits: half a unit in the last place is 1/16; below the smallest normal, half of its last step.
     assert (np.abs(restored - weight) <= np.maximum(np.abs(weight) / 16, scales[:, None] * 2**-10) * 1.001).all()
 
 
 def test_zero_weights_have_positive_scales() -> None:
-    codes, scales = fp8_weight(np.zeros((2, 16), np.float32))
-    assert not codes.astype(np.float32).any() and (scales > 0).all()
+    zeros = round_to_nearest(np.zeros((2, 16), np.float32), FP8)
+    assert not zeros.dequantize().any() and (zeros.scales > 0).all()
     tiny = QuantizedWeight(
         np.full((1, 16), 9, np.uint8),
         np.array([[1e-9]], np.float32),

@@ -2,7 +2,7 @@
 
     Linear(x)   ->   MatMul(x, DequantizeLinear(codes int4 [K, N], scales [K / block, N]) {axis: 0, block_size})
 
-Runs for ``precision: int4`` only, on symmetric 4-bit codes. TensorRT knows no zero points
+Runs for precisions that have 4-bit blocks, on symmetric 4-bit codes. TensorRT knows no zero points
 and documents positive scales only (``IDequantizeLayer`` in NvInfer.h), so an asymmetric linear stays in float, and a
 block whose scale is negative is negated (quantization/qdq.py). That costs much (docs/targets.md), and is said; a
 checkpoint quantized with ``positive_scales`` has no such block.
@@ -21,10 +21,11 @@ from engines.passes.tensorrt.float_linears import finish
 from tapeout.quantized import QuantizedWeight
 
 BACKEND, NAME = "tensorrt", "int4_linears"  # the row of engines/lowerings.py; tensorrt-rtx has the same
+FORMAT = "int4"
 
 
 def run(lowering: Lowering) -> PassResult:
-    if lowering.precision != "int4":
+    if FORMAT not in lowering.formats:
         return PassResult(0, (f"the build's precision is {lowering.precision}",))
     matched, notes = 0, list[str]()
     for node in [n for n in lowering.model.graph if is_linear(n)]:
@@ -32,7 +33,7 @@ def run(lowering: Lowering) -> PassResult:
         parts = quantized(lowering, node)
         reason = "an output head" if is_head(lowering, node) else _unfit(parts)
         if reason:
-            notes.append(f"{label}: {reason}; kept in {lowering.float_type}")
+            notes.append(f"{label}: {reason}; left to the next kernel pass")
             continue
         lost = _lower(lowering, node, label, parts)
         if lost:

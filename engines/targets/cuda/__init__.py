@@ -15,6 +15,8 @@ from engines.kernels.cuda.compiler import NVRTC
 from engines.target import Capabilities, GraphTarget, Passes
 from tapeout.errors import BuildError, FingerprintError
 from tapeout.fingerprint import Fingerprint, cpu_features
+from tapeout.schemes import CANDIDATE_SCHEMES
+from tapeout.throughput import H100
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,6 +49,8 @@ class Cuda(GraphTarget):
         fp8_activations=True,
         ahead_of_time=True,
         operators=("Attention",),
+        schemes=tuple(scheme for scheme in CANDIDATE_SCHEMES if scheme.activations == "float"),
+        throughput=H100,
     )
 
     @property

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from engines.target import Capabilities, GraphTarget, Passes
 from engines.targets.ort_cuda.hardware import PACKAGE, VERSION, capability, require_gpu
 from tapeout.fingerprint import Fingerprint
+from tapeout.schemes import FLOAT, Scheme
+from tapeout.throughput import H100
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from tapeout.artifact import Artifact
 
 
+# Blocks that the provider's fused kernel takes for any number of tokens.
+SCHEMES = (FLOAT, *(Scheme(bits=bits, group_size=32, symmetric=True) for bits in (8, 4)))
+
+
 class OrtCuda(GraphTarget):
     name = "ort-cuda"
     capabilities = Capabilities(
@@ -32,6 +38,8 @@ class OrtCuda(GraphTarget):
         float_type="fp16",
         operators=("Attention",),
         ahead_of_time=True,
+        schemes=SCHEMES,
+        throughput=H100,
     )
 
     @property

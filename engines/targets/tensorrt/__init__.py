@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engines.target import Capabilities, Compilation, HardwareTarget, Passes, Precision
-from tapeout.schemes import Scheme
+from tapeout.schemes import FLOAT, FP8, Scheme
+from tapeout.throughput import Throughput
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,14 +19,19 @@ if TYPE_CHECKING:
     from engines.protocol import Engine
     from tapeout.artifact import Artifact
 
+# Groups as the compiler's own kernels have them, smaller where a linear's width asks for it. Its documentation allows
+# positive scales only.
+INT4 = Scheme(bits=4, group_size=64, symmetric=True, positive_scales=True)
 PRECISIONS = {
     "fp16": Precision(),
     "bf16": Precision(float_type="bf16"),
-    # Groups as the compiler's own kernels have them, smaller where a linear's width asks for it. Its documentation
-    # allows positive scales only.
-    "int4": Precision(weights=Scheme(bits=4, group_size=64, symmetric=True, positive_scales=True)),
-    "fp8": Precision(activation_ranges=True),
+    "int4": Precision(weights=INT4),
+    # So portable evidence of the default model, on other text, stays within 0.015 and 0.06 (docs/benchmarks/plans.md).
+    "fp8": Precision(choices=(FP8, FLOAT), max_kl=0.012),
+    "auto": Precision(choices=(INT4, FP8, FLOAT), max_kl=0.06),
 }
+# Of an RTX 4090, whose compute capability is sm89, by its data sheet: GDDR6X, and dense matmuls with sums in float32.
+THROUGHPUT = Throughput(1.008e12, {"float": 165e12, "fp8": 330e12})
 
 
 class TensorRT(HardwareTarget):
@@ -34,7 +40,12 @@ class TensorRT(HardwareTarget):
     def __init__(self, name: str, module: str, libraries: tuple[str, ...]) -> None:
         self.name, self.module = name, module
         self.capabilities = Capabilities(
-            libraries, kv_dtypes=("float16", "bfloat16"), precisions=PRECISIONS, operators=("Attention",)
+            libraries,
+            kv_dtypes=("float16", "bfloat16"),
+            activations=("float", "int8", "fp8"),
+            precisions=PRECISIONS,
+            operators=("Attention",),
+            throughput=THROUGHPUT,
         )
 
     def passes(self) -> Passes:

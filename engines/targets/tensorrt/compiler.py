@@ -29,10 +29,17 @@ if TYPE_CHECKING:
 
 ENGINE_FILE = "engine.plan"
 PREFILL_TOKENS = 128  # the prompt length prefill kernels are chosen for
-# Layers that the parser must make of the nodes for KV caches, attention and rotary embedding.
-NATIVE = {"KV_CACHE_UPDATE": "TensorScatter", "ATTENTION_INPUT": "Attention", "ROTARY_EMBEDDING": "RotaryEmbedding"}
+# Layers that the parser must make of the nodes for KV caches, attention, rotary embedding and quantized linears.
+NATIVE = {
+    "KV_CACHE_UPDATE": "TensorScatter",
+    "ATTENTION_INPUT": "Attention",
+    "ROTARY_EMBEDDING": "RotaryEmbedding",
+    "QUANTIZE": "QuantizeLinear",
+    "DEQUANTIZE": "DequantizeLinear",
+}
 REMEDIES = {
     "fp8": "choose --precision int4 or fp16 for it; FP8 needs sm89 or later",
+    "auto": "choose --precision int4 or fp16 for it; FP8 needs sm89 or later",
     "bf16": "choose --precision fp16 for it; BF16 needs sm80 or later",
 }
 
@@ -178,7 +185,9 @@ class _Build:
         self._require_native()
 
     def _require_native(self) -> None:
-        """Caches, attention and rotary embedding became native layers, and every attention kept its mask."""
+        """Caches, attention, rotary embedding and quantized linears became native layers, and every attention kept its
+        mask.
+        """
         layers, nodes = self.operator_counts(), self._lowered.record.operator_counts
         for layer, node in NATIVE.items():
             if layers.get(layer, 0) != nodes.get(node, 0):

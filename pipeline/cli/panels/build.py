@@ -23,7 +23,9 @@ def build(
             "`ort-cpu:x86-64-avx2`."
         ),
     ],
-    precision: Annotated[str, typer.Option(help="fp16, bf16, int4 (block weights) or fp8 (calibrated).")] = "fp16",
+    precision: Annotated[
+        str, typer.Option(help="fp16, bf16, int4, or by a plan: fp8 (beside 16 bits), auto (int4, FP8, 16 bits).")
+    ] = "fp16",
     explain: Annotated[bool, typer.Option("--explain", help="Only print the lowering, pass by pass.")] = False,
     checkpoint: Annotated[
         Path | None,
