@@ -28,7 +28,7 @@
 typedef enum { DELTA, SCAN } Rule; /* variants, in the order of declarations */
 enum { VALUE, QUERY, KEY, DECAY, BETA, PER_TOKEN };
 enum { AT_ONCE = 4 /* vectors of columns */, COLUMNS = AT_ONCE * LANES, MOST_RANK = 8 };
-typedef enum { FLOATS, ROUNDED /* floats that bfloat16 holds */, HALVES } Form; /* of a state in memory */
+typedef enum { FLOATS, ROUNDED /* floats that bfloat16 holds */, BFLOATS } Form; /* of a state in memory */
 enum { FEW_TOKENS = 4, MOST_COPIED = 256 * COLUMNS /* floats of the state */ };
 
 typedef struct {
@@ -98,11 +98,11 @@ INLINE void store_bfloat16(uint16_t* to, F32x16 x, int64_t count) {
 
 /* A vector of a state, `at` numbers from its first. */
 INLINE F32x16 load_state(const void* state, int64_t at, int64_t count, const Form form) {
-  return form == HALVES ? load_bfloat16((const uint16_t*)state + at, count)
-                        : load_some((const float*)state + at, count);
+  return form == BFLOATS ? load_bfloat16((const uint16_t*)state + at, count)
+                         : load_some((const float*)state + at, count);
 }
 INLINE void store_state(void* state, int64_t at, F32x16 x, int64_t count, const Form form) {
-  if (form == HALVES)
+  if (form == BFLOATS)
     store_bfloat16((uint16_t*)state + at, x, count);
   else
     store_some((float*)state + at, form == ROUNDED ? to_bfloat16(x) : x, count);
@@ -191,7 +191,7 @@ INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first
   const int64_t K = w->K, V = w->V, width = (vectors - 1) * LANES + last, stride = vectors * LANES;
   const int64_t begin = ((w->slots[sequence] * w->H + head) * K) * V + first;
   const size_t size = half ? sizeof(uint16_t) : sizeof(float);
-  const Form form = half ? HALVES : FLOATS;
+  const Form form = half ? BFLOATS : FLOATS;
   char* matrix = (char*)w->state + begin * size;
   const int fresh = !w->starts[sequence], copied = w->offsets[sequence + 1] - w->offsets[sequence] >= FEW_TOKENS;
   if (!copied || K * stride > MOST_COPIED) {
