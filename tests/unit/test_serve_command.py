@@ -47,7 +47,7 @@ def test_an_unsafe_engine_asks_for_no_signature_as_an_unsafe_server(
 ) -> None:
     judged.write_run(tmp_path / "artifacts", evidence=judged.good(KL[Outcome.FAIL]))
     started: list[Start] = []
-    monkeypatch.setattr("runtime.engine.worker.listen", lambda start, listener, key: started.append(start))
+    monkeypatch.setattr("runtime.engine.worker.listen", lambda start, **_: started.append(start))
     approval = ApprovalOptions(unsafe=True, public_key=tmp_path / "key.pub")
     candidate, address = tmp_path / "artifacts" / "candidate", f"unix:{tmp_path / 'socket'}"
     engine.run(str(candidate), address, None, EngineOptions(), approval)

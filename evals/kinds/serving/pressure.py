@@ -68,10 +68,10 @@ def under_pressure(
     for number, (name, ask) in enumerate(ProgressBar(asks, title="comparing answers", unit="request")):
         compared: dict[Answer, tuple[int, float]] = {}
         for answer in found[number]:  # mostly it is answered the same both times
-            comparable = replace(answer, cached=0, accepted=0, preempted=0)
-            if comparable not in compared:
-                compared[comparable] = compare(ask, comparable, partial(_logits, candidate, ask.prompt), decode)
-            results[name].append((answer, *compared[comparable]))
+            bare = replace(answer, cached=0, accepted=0, preempted=0)
+            if bare not in compared:
+                compared[bare] = compare(ask, bare, partial(_logits, candidate, ask.prompt), decode)
+            results[name].append((answer, *compared[bare]))
     answers = tuple(_pressed(name, rows) for name, rows in results.items() if rows)
     shares = is_shared(has)
     return Pressure(shares=shares, scarce=shares and has.blocks > 0, constrains=core.constrains, answers=answers)
