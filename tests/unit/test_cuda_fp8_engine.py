@@ -10,7 +10,7 @@ import pytest
 
 from engines.bundle import EngineBundle
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
-from engines.load import find_target, load, open_probe
+from engines.load import graph_target, load, open_probe
 from engines.protocol import Engine, Entry, FloatArray
 from evals.kinds.parity.measure import compare
 from pipeline.stages.candidate import build_candidate
@@ -66,7 +66,7 @@ def bundle(
         graph,
         quantized,
         tmp_path_factory.mktemp("bundle") / "bundle",
-        target=find_target("cuda:host"),
+        target=graph_target("cuda:host"),
         slots=4,
         progress=lambda _: None,
     )
