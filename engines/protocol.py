@@ -127,7 +127,8 @@ class MovesBlocks(Protocol):
     """An engine whose blocks of paged state can be moved to another one of the same bundle and processor level.
 
     A block's content is ``block_bytes`` long: that of all layers, in the order of the bundle's state. Neither call
-    changes the state of other blocks, and both are made between steps.
+    changes the state of other blocks. Both may be made by any thread, also during a step, for blocks that no entry of
+    the step writes; of one that no sequence has, one thread at a time writes.
     """
 
     def read_block(self, block: int, content: memoryview) -> None:

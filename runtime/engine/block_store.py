@@ -1,6 +1,7 @@
-"""Blocks of one engine by the keys of their content: read for another engine, and written with what another one sent.
+"""Blocks of one engine by the keys of their content: lent to another engine, and taken in from one.
 
-Called between steps, by the thread that steps.
+Which blocks move is said between steps, by the thread that steps. Their content may be copied meanwhile, by any thread:
+a block with a key is never written again while somebody holds it, and one that is reserved belongs to no sequence.
 """
 
 from __future__ import annotations
@@ -48,28 +49,46 @@ class BlockStore:
         keys = block_keys(tokens[:-1], self.block_tokens, cache_salt)
         return keys[len(self._pool.find(keys)) :]
 
-    def read(self, key: bytes, content: memoryview) -> bool:
-        """Copy the block of a key to ``content``; False, and nothing is copied, where there is none."""
+    def lend(self, key: bytes) -> int | None:
+        """The block of a key, which stays what it is until it is given back; None where there is none."""
         found = self._pool.find([key])
         if not found or self._engine is None:
-            return False
-        self._engine.read_block(found[0], content)
+            return None
+        self._pool.hold(found)
+        self._pool.moving += found
         self.sent += 1
-        return True
+        return found[0]
 
-    def write(self, key: bytes, content: memoryview) -> bool:
-        """Keep a block that another engine has sent, so that it is found by its key; False where there is no room.
+    def reserve(self, most: int, spare: int) -> list[int]:
+        """Up to so many blocks for content that comes, where ``spare`` ones are left to sequences that run.
 
-        It takes the memory of the block that nobody has used for longest, as a sequence would, and none that is held.
+        They are the ones that nobody has used for longest, as a sequence would take them.
         """
-        if self._pool.find([key]):
-            return True
-        if self._engine is None or (taken := self._pool.take(1)) is None:
-            return False
-        try:
-            self._engine.write_block(taken[0], content)
-            self._pool.publish(taken[0], key)
-            self.fetched += 1
-        finally:
-            self._pool.release(taken)
-        return True
+        if self._engine is None:
+            return []
+        taken = self._pool.take(max(0, min(most, self._pool.available - spare))) or []
+        self._pool.moving += taken
+        return taken
+
+    def keep(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """These reserved blocks hold what their keys say, from now on to be found by them."""
+        for block, key in zip(blocks, keys, strict=True):
+            self._pool.publish(block, key)
+        self.fetched += len(blocks)
+        self.give_back(blocks)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Blocks that were lent, or reserved for content that has not come."""
+        for block in blocks:
+            self._pool.moving.remove(block)
+        self._pool.release(blocks)
+
+    def read(self, block: int, content: memoryview) -> None:
+        """Copy a block that is lent to ``content``. Called by any thread."""
+        assert self._engine is not None, "no block was lent"
+        self._engine.read_block(block, content)
+
+    def write(self, block: int, content: memoryview) -> None:
+        """Fill a block that is reserved. Called by any thread."""
+        assert self._engine is not None, "no block was reserved"
+        self._engine.write_block(block, content)

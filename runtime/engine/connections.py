@@ -106,11 +106,11 @@ class _ServerEnd:
         with self._sending:
             self.socket.close()
 
-    def fetch(self, message: FetchState, info: EngineInfo, store: BlockStore, room: Callable[[], None]) -> None:
+    def fetch(self, message: FetchState, info: EngineInfo, store: BlockStore, sent: Callable[[], None]) -> None:
         """The other end is an engine, and gets blocks instead of reports from now on."""
         if self.sender is None:
-            self.sender = BlockSender(self.socket, self.send, info.digest, info.level, room)
-        self.sender.ask(message, store)
+            self.sender = BlockSender(self.socket, self.send, store, info.digest, info.level, sent)
+        self.sender.ask(message)
 
     def _flush(self) -> None:
         if self._session.outgoing:

@@ -115,22 +115,22 @@ def serve(
 
     An engine that is asked to open another bundle first ends its requests, as long as it was given for that.
     """
-    loaded, leave_at, moving, reported = compiler is None, math.inf, False, 0.0
+    loaded, leave_at, reported = compiler is None, math.inf, 0.0
     while not connections.ended:
         if connections.reopen is not None:
             leave_at = min(leave_at, time.monotonic() + connections.reopen.drain_seconds)
             if time.monotonic() >= leave_at or (connections.quiet and not (core.busy or moves.waiting)):
                 return  # quiet: what servers had sent before they heard of it has come
-        # To make memory ready takes as long as to copy a block, which somebody waits for.
+        # It keeps Python's lock, which the threads that copy blocks need.
         while not (core.busy or moves.waiting or connections.waiting()) and core.prepare():
             pass
         patience = FETCHING_MS if moves.waiting else IDLE_MS
-        commands = connections.receive(0 if core.busy or connections.behind or moving else patience)
+        commands = connections.receive(0 if core.busy or connections.behind else patience)
         for command in commands:
             moves.take(command)
         moving = moves.work(connections.senders)
         if moving and not (core.busy or commands) and time.monotonic() < reported + IDLE_MS / 2000:
-            continue  # nobody needs a report for each block
+            continue  # nobody needs a report for each part of a fetch
         if compiler is not None and connections.quiet and not (loaded or core.busy or moving or moves.waiting):
             # Else the first request with a constraint would wait for it, and everybody else with it.
             with suppress(RequestError):  # requests with constraints will be told

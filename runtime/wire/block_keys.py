@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from struct import Struct
-from zlib import crc32
+
+from xxhash import xxh3_128
 
 
 def block_keys(
@@ -29,9 +30,11 @@ def block_keys(
     return keys
 
 
-def checksum(key: bytes, digest: str, level: str, content: bytes | memoryview) -> int:
+def checksum(key: bytes, digest: str, level: str, content: bytes | memoryview) -> bytes:
     """Of what state of this key an engine of this bundle and processor level has sent: another one does not fit.
 
-    CRC-32: 0.13 ms for 737 KB, blake2b 0.7. Between machines each frame has a keyed MAC as well.
+    XXH3 of 128 bits: 0.03 ms for 737 KB, CRC-32 0.2, blake2b 0.7. Between machines each frame has a keyed MAC as well.
     """
-    return crc32(content, crc32(key + f"{digest} {level}".encode()))
+    found = xxh3_128(key + f"{digest} {level}".encode())
+    found.update(content)
+    return found.digest()

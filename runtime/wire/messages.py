@@ -25,6 +25,7 @@ KEY_BYTES = 16
 MOST_KEYS = 4096  # that came, and as many that went, in one report
 WHOLE_KEY_BYTES = 32  # where state is found by it
 MOST_STATE_BYTES = 1 << 27  # of one block or snapshot
+CHECKSUM_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,13 +363,14 @@ class FetchState(NamedTuple):
 class StatePart(NamedTuple):
     """The answer, one for each key, in order. ``found``: there is state of this key.
 
-    ``checksum``: :func:`runtime.wire.block_keys.checksum`. ``content``: empty where it was written to shared memory.
+    ``checksum``: :func:`runtime.wire.block_keys.checksum`; empty where there is none. ``content``: empty where it was
+    written to shared memory.
     """
 
     key: Annotated[bytes, Meta(min_length=WHOLE_KEY_BYTES, max_length=WHOLE_KEY_BYTES)]
     found: bool
     shared: bool = False
-    checksum: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
+    checksum: Annotated[bytes, Meta(max_length=CHECKSUM_BYTES)] = b""
     content: Annotated[bytes, Meta(max_length=MOST_STATE_BYTES)] = b""
 
 

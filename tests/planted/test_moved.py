@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -186,19 +185,15 @@ def peer(folder: Path, info: EngineInfo = INFO) -> Generator[tuple[str, BlockSto
 
 def fetched(address: str, info: EngineInfo = INFO, key: bytes = KEY) -> tuple[Fetch, dict[bytes, bytes]]:
     """What came of a fetch of the whole prompt, block by block."""
-    link, fetch = PeerLink(address, key, info, core().blocks, lambda: None), Fetch(block_keys(PROMPT, BLOCK))
+    store, keys, ended = core().blocks, block_keys(PROMPT, BLOCK), Event()
+    link, fetch = PeerLink(address, key, info, store, ended.set), Fetch(keys, store.reserve(len(keys), 0))
     link.start(fetch)
-    found = dict[bytes, bytes]()
-    end = time.monotonic() + 20
-    while not fetch.ended or fetch.arrived:
-        assert time.monotonic() < end, "a fetch without an end"
-        if fetch.arrived:
-            arrived = fetch.arrived.popleft()
-            found[arrived.key] = bytes(arrived.content)
-            fetch.taken_in(arrived)
-        else:
-            time.sleep(0.001)
+    assert ended.wait(20), "a fetch without an end"
     link.close()
+    found, content = dict[bytes, bytes](), memoryview(bytearray(BLOCK))
+    for block, name in zip(fetch.blocks[: fetch.done], keys, strict=False):
+        store.read(block, content)
+        found[name] = bytes(content)
     return fetch, found
 
 
@@ -222,7 +217,7 @@ def test_sound_blocks_come_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_block_that_is_torn_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: content that changes once its checksum was taken, in shared memory and in the sender's own."""
 
-    def torn(key: bytes, digest: str, level: str, content: bytes | memoryview) -> int:
+    def torn(key: bytes, digest: str, level: str, content: bytes | memoryview) -> bytes:
         found = checksum(key, digest, level, content)
         if key == block_keys(PROMPT, BLOCK)[5] and isinstance(content, memoryview):
             content[len(content) // 2] ^= 1
@@ -242,12 +237,12 @@ def test_a_block_that_is_torn_on_its_way(tmp_path: Path, monkeypatch: pytest.Mon
 def test_blocks_of_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the engine sends the block before the one that was asked for, under its own key, and under the other."""
     keys = block_keys(PROMPT, BLOCK)
-    known = BlockStore.read
+    known = BlockStore.lend
 
-    def stale(self: BlockStore, key: bytes, content: memoryview) -> bool:
-        return known(self, keys[keys.index(key) - 1] if key in keys[1:] else key, content)
+    def stale(self: BlockStore, key: bytes) -> int | None:
+        return known(self, keys[keys.index(key) - 1] if key in keys[1:] else key)
 
-    monkeypatch.setattr(BlockStore, "read", stale)
+    monkeypatch.setattr(BlockStore, "lend", stale)
     monkeypatch.setattr(
         sending, "checksum", lambda key, *rest: checksum(keys[keys.index(key) - 1] if key in keys[1:] else key, *rest)
     )
@@ -264,10 +259,17 @@ def test_a_block_whose_memory_was_taken(tmp_path: Path) -> None:
         made.add(GenerateRequest("r", prompt, 1), 0)
         while made.busy:
             made.step(0)
-    there = [made.blocks.read(key, content) and bytes(content) for key in block_keys(PROMPT, BLOCK)]
-    assert False in there
+
+    def read(key: bytes) -> bytes:
+        block = made.blocks.lend(key)
+        if block is not None:
+            made.blocks.read(block, content)
+        return b"" if block is None else bytes(content)
+
+    there = [read(key) for key in block_keys(PROMPT, BLOCK)]
+    assert b"" in there
     assert all(not found or found == whole for found, whole in zip(there, expected().values(), strict=True))
-    assert all(made.blocks.read(key, content) for key in block_keys(PROMPT[::-1], BLOCK))
+    assert all(read(key) for key in block_keys(PROMPT[::-1], BLOCK))
 
 
 @pytest.mark.parametrize("other", [{"level": "v3"}, {"digest": "other"}, {"block_bytes": 8}, {"moves_blocks": False}])
@@ -307,27 +309,24 @@ def test_a_place_that_is_no_memory_of_a_peer(tmp_path: Path) -> None:
     os.close(cut)
 
 
-def test_an_engine_that_reads_nothing_takes_no_more_memory_than_its_bound(tmp_path: Path) -> None:
-    """It asks for many blocks and does not read them: what is copied for it stays within the bound."""
+def test_an_engine_that_reads_nothing_holds_no_more_than_its_bound() -> None:
+    """It asks for many blocks and reads none. Planted: all of them are lent at once, and stay so once it has gone."""
     from runtime.wire.messages import FetchState
     from runtime.wire.session import Session
 
-    (ours, theirs), session = socket.socketpair(), Session("engine", b"")
-    store = core().blocks
-    store.block_bytes = 1 << 20  # each is said not to be there, or copied
+    (ours, theirs), session, made = socket.socketpair(), Session("engine", b""), core()
+    made.add(GenerateRequest("r", PROMPT, 1), 0)
+    while made.busy:
+        made.step(0)
+    store, keys = made.blocks, block_keys(PROMPT, BLOCK)
+    store.block_bytes = sending.MOST_LENT_BYTES // 4  # more than a socket holds
+    store.read = lambda block, content: None  # type: ignore[method-assign]
     sender = sending.BlockSender(
-        theirs, lambda message: theirs.sendall(session.frame(message)), "digest", "v4", lambda: None
+        theirs, lambda message: theirs.sendall(session.frame(message)), store, "digest", "v4", lambda: None
     )
-    known, copies = b"k" * 32, 0
-
-    def read(_: bytes, __: memoryview) -> bool:
-        return True
-
-    store.read = read  # type: ignore[method-assign]
-    sender.ask(FetchState("paged", known * 100), store)
-    while sender.ready:
-        sender.copy_next(store)
-        copies += 1
-    assert copies <= sending.MOST_UNSENT_BYTES // store.block_bytes + 1
+    sender.ask(FetchState("paged", b"".join(keys)))
+    assert not sender.work() and len(keys) == 12 and made.scheduler.cache.held == 4
     sender.close()
+    assert not made.scheduler.cache.held
+    made.scheduler.check()
     ours.close()

@@ -20,7 +20,7 @@ from runtime.engine.block_store import BlockStore
 from runtime.engine.core import EngineCore
 from runtime.engine.moving import moves as moves_module
 from runtime.engine.moving.costs import PAUSE_SECONDS, LinkCosts
-from runtime.engine.moving.fetching import Arrived, Fetch
+from runtime.engine.moving.fetching import Fetch
 from runtime.engine.moving.moves import MOST_SECONDS, BlockMoves
 from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits
@@ -62,7 +62,6 @@ class Course:
         self.deltas: dict[str, list[Delta]] = {}
         self.requests: dict[str, GenerateRequest] = {}
         self.content: dict[bytes, bytes] = {}
-        self.places = 0  # that are taken
 
     @property
     def link(self) -> Link | None:
@@ -82,12 +81,11 @@ class Course:
         self.moves.take(Cancel(id))
 
     def arrive(self) -> None:
+        """The next block, also after the fetch was given up: its thread may be in the midst of one."""
         fetch = self.link.current if self.link else None
-        if fetch is not None and fetch.blocks < len(fetch.keys):
-            key = fetch.keys[fetch.blocks]
-            fetch.arrived.append(Arrived(key, memoryview(self.content[key]), 0))
-            fetch.blocks += 1
-            self.places += 1
+        if fetch is not None and fetch.done < len(fetch.keys):
+            self.core.blocks.write(fetch.blocks[fetch.done], memoryview(self.content[fetch.keys[fetch.done]]))
+            fetch.done += 1
 
     def end(self, failure: str = "") -> None:
         fetch = self.link.current if self.link else None
@@ -105,8 +103,12 @@ class Course:
             self.core.scheduler.check()
 
     def finish(self) -> None:
-        """Nothing more comes from the other engine."""
+        """Nothing more comes from the other engine, whose threads end."""
         self.now += MOST_SECONDS + 1
+        self.work()
+        self.arrive()
+        while self.link is not None and self.link.current is not None:
+            self.end("it ends")
         self.work()
         assert not self.moves.waiting, "requests wait for a fetch that is over"
         while self.core.busy:
@@ -175,8 +177,6 @@ def test_a_fetched_prefix_is_found_and_published() -> None:
         assert one.deltas[id][0].cached_tokens == 5 * BLOCK and one.core.blocks.fetched == 5
         published = one.core.routing.next([watcher])[0].blocks.published
         assert all(key[:16] in published for key in keys), "other engines and gateways hear of them"
-        fetch = one.link.fetches[0] if one.link else None
-        assert fetch is not None and fetch.free.qsize() == 5, "all places are given back"
 
 
 def moves_watcher() -> Any:
@@ -253,14 +253,39 @@ def store(blocks: int) -> tuple[HistoryEngine, EngineCore, BlockStore]:
 
 
 def test_a_block_that_comes_takes_no_memory_that_is_in_use() -> None:
-    """Planted: memory of a running request is taken where nothing else is free."""
-    _, core, blocks = store(4)
+    """Planted: memory of a running request is taken where nothing else is free, or all that it needs next."""
+    _, core, blocks = store(5)
     core.add(GenerateRequest("r", prompt(1, 3), 3), 0)
     core.step(0)
     assert core.scheduler.cache.held == 4
-    assert not blocks.write(b"k" * 32, memoryview(bytes(BLOCK)))
+    assert not blocks.reserve(1, spare=1)
     while core.busy:
         core.step(0)
-    assert blocks.write(b"k" * 32, memoryview(bytes([1, 2, 3, 4]))) and not core.scheduler.cache.held
-    content = memoryview(bytearray(BLOCK))
-    assert blocks.read(b"k" * 32, content) and bytes(content) == bytes([1, 2, 3, 4])
+    (block,) = blocks.reserve(9, spare=4)
+    blocks.write(block, memoryview(bytes([1, 2, 3, 4])))
+    blocks.keep([block], [b"k" * 32])
+    content, found = memoryview(bytearray(BLOCK)), blocks.lend(b"k" * 32)
+    assert found == block and not core.scheduler.running
+    blocks.read(block, content)
+    assert bytes(content) == bytes([1, 2, 3, 4])
+    blocks.give_back([block])
+    core.scheduler.check()
+
+
+def test_a_block_that_is_lent_stays_what_it_is() -> None:
+    """Planted: one that is not held, which a running request then takes and fills while a thread copies it."""
+    _, core, blocks = store(4)
+    core.add(GenerateRequest("r", prompt(1, 2), 1), 0)
+    while core.busy:
+        core.step(0)
+    content, key = memoryview(bytearray(BLOCK)), block_keys(prompt(1, 2), BLOCK)[0]
+    lent = blocks.lend(key)
+    assert lent is not None and blocks.lend(b"k" * 32) is None
+    core.add(GenerateRequest("s", prompt(2, 2), 1), 0)
+    while core.busy:
+        core.step(0)
+        core.scheduler.check()
+    blocks.read(lent, content)
+    assert bytes(content) == bytes(prompt(1, 2)[:BLOCK])
+    blocks.give_back([lent])
+    core.scheduler.check()

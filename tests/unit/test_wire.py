@@ -133,7 +133,7 @@ reports = st.builds(
     StepReport,
     *(st.lists(deltas, max_size=4).map(tuple), stats, st.lists(refusals, max_size=2).map(tuple), st.none() | routings),
 )
-parts = st.builds(StatePart, keys, st.booleans(), st.booleans(), st.integers(0, 2**32 - 1), st.binary(max_size=99))
+parts = st.builds(StatePart, keys, st.booleans(), st.booleans(), st.binary(max_size=16), st.binary(max_size=99))
 signs = st.builds(Heartbeat) | st.builds(Leaving)
 answers = infos | parts | st.builds(FilePart, texts, counts, st.binary(max_size=50)) | reports | signs
 messages = (
@@ -171,7 +171,7 @@ EXAMPLES = (
     Reopen("s", 1.5),
     WatchBlocks(1),
     FetchState("paged", b"k" * 32, SharedPlace(1, 2, b"m" * 32), 3),
-    StatePart(b"k" * 32, True, False, 7, b"content"),
+    StatePart(b"k" * 32, True, False, b"c" * 16, b"content"),
     FilePart("s", 0, b"x"),
     Proof(b"p"),
 )

@@ -21,6 +21,7 @@ class BlockPool:
         self._key: dict[int, bytes] = {}
         self._block: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self.moving: list[int] = []  # held by nobody's sequence: they are on their way from or to another engine
         self._changes: dict[bytes, bool] | None = None  # keys, and whether they are there now; None: nobody asks
 
     @property
@@ -117,6 +118,8 @@ class BlockPool:
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Every block has one state, and is held as often as it is in ``tables``, the blocks of all sequences."""
         counts = [0] * self.blocks
+        for block in self.moving:
+            counts[block] += 1
         for table in tables:
             assert len(set(table)) == len(table), f"a block is twice in {table}"
             for block in table:

@@ -10,10 +10,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from queue import Empty, SimpleQueue
 from secrets import token_bytes
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from runtime.engine.block_store import BlockStore
 from runtime.wire.address import Address
@@ -44,49 +45,37 @@ RECEIVE_BYTES = 1 << 20
 _FOR_SERVERS = StepReport, Heartbeat, Leaving
 
 
-class Arrived(NamedTuple):
-    """``place``: is free again once the content was taken in."""
-
-    key: bytes
-    content: memoryview
-    place: int
-
-
 class Fetch:
-    """One chain of blocks. The thread of a link appends to ``arrived`` and sets ``ended``; the engine's own thread
-    takes from it, and calls :meth:`taken_in` for each.
+    """One chain of blocks, and those that are reserved here for their content. The thread of a link fills one after
+    another, counts them in ``done``, and sets ``ended`` once it touches none of them any more.
 
     ``since``: when it began. ``failure``: why it has ended, if not because all blocks came that there are.
     ``given_up``: nobody wants it any more.
     """
 
-    def __init__(self, keys: Sequence[bytes]) -> None:
-        self.keys, self.since = keys, monotonic()
-        self.arrived: deque[Arrived] = deque()
-        self.blocks = 0  # that came
+    def __init__(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        self.keys, self.blocks, self.since = keys, blocks, monotonic()
+        self.done = 0
         self.ended = self.given_up = False
         self.failure = ""
-        self.free: SimpleQueue[int] = SimpleQueue()
-
-    def taken_in(self, arrived: Arrived) -> None:
-        self.free.put(arrived.place)
 
 
 class PeerLink:
     """A connection to one engine, made when there is something to fetch and kept for a while.
 
-    ``info``: of this engine; the other one must have the same bundle and level. ``arrived``: is called by the thread
-    whenever there is something to take in, or a fetch has ended.
+    ``info``: of this engine; the other one must have the same bundle and level. ``ended``: is called by the thread
+    whenever a fetch has ended.
     """
 
     def __init__(
-        self, address: str, key: bytes, info: EngineInfo, store: BlockStore, arrived: Callable[[], None]
+        self, address: str, key: bytes, info: EngineInfo, store: BlockStore, ended: Callable[[], None]
     ) -> None:
         self.address = address
-        self._key, self._info, self._arrived = key, info, arrived
+        self._key, self._info, self._ended, self._store = key, info, ended, store
         self._block_bytes = store.block_bytes
-        self._places = max(1, min(AHEAD_BYTES // store.block_bytes, MOST_AHEAD))
-        self._at_once = max(1, min(ASK_BYTES // store.block_bytes, self._places // 4))
+        ahead = max(1, min(AHEAD_BYTES // store.block_bytes, MOST_AHEAD))
+        self._at_once = max(1, min(ASK_BYTES // store.block_bytes, ahead // 4))
+        self._places = ahead // self._at_once * self._at_once
         self._fetches: SimpleQueue[Fetch | None] = SimpleQueue()
         self._end: socket.socket | None = None
         self._session = Session("server", key)
@@ -121,7 +110,7 @@ class PeerLink:
                 if fetch.failure:
                     self._leave()
                 fetch.ended = True
-                self._arrived()
+                self._ended()
         self._leave()
         if self._shared is not None:
             os.close(self._shared[0])
@@ -159,34 +148,20 @@ class PeerLink:
             )
 
     def _fetch(self, fetch: Fetch) -> None:
-        shared = self._memory()
-        keys, wanted, free = fetch.keys, deque[tuple[bytes, int]](), deque(range(self._places))
-        asked, whole = 0, True
+        """Blocks are asked for in groups, each of which has places of its own until it was taken in."""
+        shared, keys = self._memory(), fetch.keys
+        wanted, asked, whole = deque[tuple[bytes, int]](), 0, True
         while True:
             whole &= not fetch.given_up  # what was asked for comes all the same, and is taken from the connection
-            with suppress(Empty):
-                while True:
-                    free.append(fetch.free.get_nowait())
-            while whole and asked < len(keys) and len(free) >= min(self._at_once, len(keys) - asked):
-                part = self._neighbours(free, min(self._at_once, len(keys) - asked))
-                places = [free.popleft() for _ in range(part)]
-                wanted.extend(zip(keys[asked : asked + part], places, strict=True))
-                self._send(FetchState("paged", b"".join(keys[asked : asked + part]), shared, places[0]))
-                asked += part
-            if wanted:
-                whole &= self._take(fetch, *wanted.popleft())
-            elif not whole or asked == len(keys):
+            while whole and asked < len(keys) and len(wanted) + self._at_once <= self._places:
+                part = keys[asked : asked + self._at_once]
+                place = asked % self._places
+                wanted.extend(zip(part, count(place)))
+                self._send(FetchState("paged", b"".join(part), shared, place))
+                asked += len(part)
+            if not wanted:
                 return
-            else:
-                with suppress(Empty):
-                    free.append(fetch.free.get(timeout=STALL_SECONDS))
-
-    def _neighbours(self, free: Sequence[int], most: int) -> int:
-        """How many of the first free places lie one after another."""
-        count = 1
-        while count < most and free[count] == free[0] + count:
-            count += 1
-        return count
+            whole &= self._take(fetch, *wanted.popleft())
 
     def _take(self, fetch: Fetch, key: bytes, place: int) -> bool:
         """The next block; False where the other engine does not have it (any more)."""
@@ -205,9 +180,8 @@ class PeerLink:
         if checksum(key, self._info.digest, self._info.level, content) != part.checksum:
             raise WireError("a block that does not match its checksum", expected="the content that was sent")
         if not fetch.given_up:
-            fetch.blocks += 1
-            fetch.arrived.append(Arrived(key, content, place))
-            self._arrived()
+            self._store.write(fetch.blocks[fetch.done], content)
+            fetch.done += 1
         return True
 
     def _content(self, part: StatePart, place: int) -> memoryview:

@@ -1,4 +1,4 @@
-"""What the engine's own thread does about blocks that move: requests that wait for some, and copies between steps."""
+"""What the engine's own thread does about blocks that move: requests that wait for some, and memory for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from runtime.engine.moving.fetching import Fetch, PeerLink
 from runtime.engine.moving.sending import BlockSender
 from runtime.wire.messages import Add, Cancel, EngineInfo, GenerateRequest
 
-SLICE = 0.002  # seconds of copying between two steps
 LEAST_SECONDS, MOST_SECONDS = 0.5, 2.0  # that a request waits for a fetch, at least and at most
 MOST_LINKS = 8
 
@@ -41,6 +40,8 @@ class BlockMoves:
         self._costs = LinkCosts(core.blocks.block_bytes, core.blocks.block_tokens)
         self._links: dict[str, PeerLink] = {}
         self._waiting: dict[bytes, _Waiting] = {}  # by the first key that is missing
+        # Fetches that nobody waits for any more, whose threads may still fill a block of these.
+        self._late: list[tuple[Fetch, Sequence[int]]] = []
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self.wake)  # not in close(): a thread may still announce something
         if self._store.moves:
@@ -74,27 +75,19 @@ class BlockMoves:
         elif not (command.source and self._begin(command, now)):
             self._core.add(command.request, now - command.age)
 
-    def work(self, senders: Sequence[BlockSender], seconds: float = SLICE) -> bool:
-        """Copy blocks that have come and blocks that others want, for so many seconds; whether there were any."""
-        now = monotonic()
-        end, worked = now + seconds, False
+    def work(self, senders: Sequence[BlockSender]) -> bool:
+        """Lend blocks that others want, and end what has been fetched; whether there was any. Called between steps."""
+        now, worked = monotonic(), False
+        for sender in senders:
+            worked |= sender.work()
         for first, waiting in list(self._waiting.items()):
-            fetch = waiting.fetch
-            ended = fetch.ended  # before its last block is taken in
-            while fetch.arrived and monotonic() < end:
-                worked = True
-                arrived = fetch.arrived.popleft()
-                if not self._store.write(arrived.key, arrived.content):
-                    fetch.given_up = True
-                fetch.taken_in(arrived)
-            if (ended and not fetch.arrived) or now > waiting.until:
+            if waiting.fetch.ended or now > waiting.until:
                 del self._waiting[first]
                 self._end(waiting, now)
                 worked = True
-        while (ready := [sender for sender in senders if sender.ready]) and monotonic() < end:
-            worked = True
-            for sender in ready:
-                sender.copy_next(self._store)
+        for fetch, blocks in [late for late in self._late if late[0].ended]:
+            self._late.remove((fetch, blocks))
+            self._store.give_back(blocks)
         return worked
 
     def close(self) -> None:
@@ -122,6 +115,10 @@ class BlockMoves:
         prompt_seconds = self._core.scheduler.costs.prompt_seconds
         if not self._costs.worth(address, len(missing), prompt_seconds, now):
             return False
+        # Each running request may need a block in the next step.
+        if not (blocks := store.reserve(len(missing), self._core.scheduler.running)):
+            return False
+        missing = missing[: len(blocks)]
         if (link := self._links.get(address)) is None:
             if len(self._links) >= MOST_LINKS:
                 self._links.pop(next(iter(self._links))).close()
@@ -129,22 +126,27 @@ class BlockMoves:
         # To compute the blocks instead would take that long, so the request never waits twice as long for nothing.
         patience = len(missing) * store.block_tokens * prompt_seconds
         until = now + min(max(patience, LEAST_SECONDS), MOST_SECONDS)
-        waiting = self._waiting[missing[0]] = _Waiting(address, Fetch(missing), until, [(request, arrival)])
+        waiting = self._waiting[missing[0]] = _Waiting(address, Fetch(missing, blocks), until, [(request, arrival)])
         link.start(waiting.fetch)
         return True
 
     def _end(self, waiting: _Waiting, now: float) -> None:
         """The requests run: they find what came, and compute the rest."""
-        fetch, address = waiting.fetch, waiting.address
-        if not fetch.ended:
+        fetch, address, store = waiting.fetch, waiting.address, self._store
+        fetch.given_up, ended, done = True, fetch.ended, fetch.done
+        store.keep(fetch.blocks[:done], fetch.keys[:done])
+        rest = fetch.blocks[done:]
+        if ended:
+            store.give_back(rest)
+        else:
             fetch.failure = fetch.failure or "not all blocks came in time"
-        fetch.given_up = True
+            self._late.append((fetch, rest))
         if fetch.failure:
-            self._store.failed += 1
+            store.failed += 1
             self._costs.failed(address, now)
             log.warning("blocks from %s are computed instead: %s", address, fetch.failure)
         else:
-            self._costs.observe(address, fetch.blocks, now - fetch.since)
-            self._store.fetch_seconds = self._costs.block_seconds
+            self._costs.observe(address, done, now - fetch.since)
+            store.fetch_seconds = self._costs.block_seconds
         for request, arrival in waiting.requests:
             self._core.add(request, arrival)

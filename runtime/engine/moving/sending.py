@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from runtime.engine.block_store import BlockStore
@@ -28,7 +28,7 @@ from runtime.wire.messages import (
 )
 from tapeout.errors import TapeoutError
 
-MOST_UNSENT_BYTES = 8 << 20  # copied for one engine that has not read them
+MOST_LENT_BYTES = 32 << 20  # of blocks that one engine has asked for and not yet got: nobody else can have their memory
 
 
 class _Wanted(NamedTuple):
@@ -38,86 +38,111 @@ class _Wanted(NamedTuple):
     place: memoryview | None
 
 
+class _Lent(NamedTuple):
+    """``block``: None where there is none of this key."""
+
+    key: bytes
+    block: int | None
+    place: memoryview | None
+
+
 class BlockSender:
     """``end``: of the connection. ``send``: a message on it, from any thread.
 
-    ``room``: is called, by another thread, once there is room for more blocks. If sending fails, the connection is shut
-    down, which its reader notices.
+    A thread copies blocks and sends them, while the engine steps. Between steps the engine's own thread lends them
+    (:meth:`work`). ``sent``: is called by the thread once these can be given back. If sending fails, the connection is
+    shut down, which its reader notices.
     """
 
     def __init__(
         self,
         end: socket.socket,
         send: Callable[[StatePart | Failure], None],
+        store: BlockStore,
         digest: str,
         level: str,
-        room: Callable[[], None],
+        sent: Callable[[], None],
     ) -> None:
-        self._end, self._send, self._room = end, send, room
-        self._digest, self._level = digest, level
+        self._end, self._send, self._sent = end, send, sent
+        self._store, self._digest, self._level = store, digest, level
         self._wanted: deque[_Wanted] = deque()
-        self._unsent: SimpleQueue[tuple[StatePart | Failure, memoryview | None] | None] = SimpleQueue()
-        self._unsent_bytes, self._lock = 0, threading.Lock()
+        self._lent: SimpleQueue[_Lent | Failure | None] = SimpleQueue()
+        self._copied: SimpleQueue[int] = SimpleQueue()
+        self._outstanding = list[int]()  # blocks that are lent
+        self._most = max(1, MOST_LENT_BYTES // store.block_bytes)
         self._shared: tuple[SharedPlace, memoryview | None] | None = None
-        threading.Thread(target=self._send_all, name="block-sender", daemon=True).start()
+        self._thread = threading.Thread(target=self._send_all, name="block-sender", daemon=True)
+        self._thread.start()
 
-    @property
-    def ready(self) -> bool:
-        """A block is wanted, and there is room for a copy of it."""
-        return bool(self._wanted) and self._unsent_bytes < MOST_UNSENT_BYTES
-
-    def ask(self, message: FetchState, store: BlockStore) -> None:
+    def ask(self, message: FetchState) -> None:
         """:class:`WireError` for keys that are none, more of them than are kept, or places that do not exist."""
         keys = [message.keys[at : at + WHOLE_KEY_BYTES] for at in range(0, len(message.keys), WHOLE_KEY_BYTES)]
         if (keys and len(keys[-1]) != WHOLE_KEY_BYTES) or len(self._wanted) + len(keys) > MOST_KEYS:
             raise WireError(f"{len(message.keys)} bytes of keys", expected=f"whole keys, {MOST_KEYS} at most")
         try:
-            store.require(message.kind)
+            self._store.require(message.kind)
         except TapeoutError as error:
-            self._unsent.put((Failure.of(error), None))
+            self._lent.put(Failure.of(error))
             return
         memory = self._opened(message.shared) if message.shared else None
-        size = store.block_bytes
+        size = self._store.block_bytes
         for number, key in enumerate(keys, message.place):
             at = SHARED_HEAD_BYTES + number * size
             if memory is not None and at + size > len(memory):
                 raise WireError(f"place {number} in {len(memory)} bytes", expected="places within shared memory")
             self._wanted.append(_Wanted(key, None if memory is None else memory[at : at + size]))
+        self.work()
 
-    def copy_next(self, store: BlockStore) -> None:
-        """Copy the next block that is wanted, or say that it is not there. Called between steps."""
-        key, place = self._wanted.popleft()
-        content = memoryview(bytearray(store.block_bytes)) if place is None else place
-        if not store.read(key, content):
-            self._unsent.put((StatePart(key, found=False), None))
-            return
-        with self._lock:
-            self._unsent_bytes += len(content)
-        self._unsent.put((StatePart(key, found=True, shared=place is not None), content))
+    def work(self) -> bool:
+        """Take back what was sent, and lend what is wanted; whether there was any. Called between steps."""
+        worked = False
+        with suppress(Empty):
+            while True:
+                block = self._copied.get_nowait()
+                self._outstanding.remove(block)
+                self._store.give_back([block])
+                worked = True
+        while self._wanted and len(self._outstanding) < self._most:
+            key, place = self._wanted.popleft()
+            block = self._store.lend(key)
+            if block is not None:
+                self._outstanding.append(block)
+            self._lent.put(_Lent(key, block, place))
+            worked = True
+        return worked
 
     def close(self) -> None:
-        """What is not sent yet is not sent any more."""
+        """What is not sent yet is not sent any more. Waits until no block is being copied."""
         self._wanted.clear()
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
-        self._unsent.put(None)
+        self._lent.put(None)
+        self._thread.join()
+        self._store.give_back(self._outstanding)
+        self._outstanding.clear()
 
     def _send_all(self) -> None:
         """Of the thread."""
         try:
-            while (item := self._unsent.get()) is not None:
-                message, content = item
-                if content is not None and isinstance(message, StatePart):
-                    check = checksum(message.key, self._digest, self._level, content)
-                    message = message._replace(checksum=check, content=b"" if message.shared else bytes(content))
-                self._send(message)
-                if content is not None:
-                    with self._lock:
-                        self._unsent_bytes -= len(content)
-                    self._room()
+            while (item := self._lent.get()) is not None:
+                if isinstance(item, Failure):
+                    self._send(item)
+                elif item.block is None:
+                    self._send(StatePart(item.key, found=False))
+                else:
+                    self._send(self._part(item.key, item.block, item.place))
+                    self._copied.put(item.block)
+                    if self._lent.empty():
+                        self._sent()
         except (OSError, TapeoutError):
             with suppress(OSError):
                 self._end.shutdown(socket.SHUT_RDWR)
+
+    def _part(self, key: bytes, block: int, place: memoryview | None) -> StatePart:
+        content = memoryview(bytearray(self._store.block_bytes)) if place is None else place
+        self._store.read(block, content)
+        check = checksum(key, self._digest, self._level, content)
+        return StatePart(key, True, place is not None, check, b"" if place is not None else bytes(content))
 
     def _opened(self, shared: SharedPlace) -> memoryview | None:
         """Memory of the other engine; None where it is on another machine, or not to be had for another reason."""
