@@ -49,6 +49,24 @@ class BlockStore:
         keys = block_keys(tokens[:-1], self.block_tokens, cache_salt)
         return keys[len(self._pool.find(keys)) :]
 
+    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of these keys that no block here has."""
+        return [key for key in keys if not self._pool.find([key])]
+
+    def recent(self, most: int) -> list[bytes]:
+        """See :meth:`BlockPool.recent`."""
+        return self._pool.recent(most)
+
+    @property
+    def empty(self) -> bool:
+        """No content is known of any block."""
+        return not self._pool.keys
+
+    @property
+    def unused(self) -> int:
+        """Blocks that neither sequences have nor content is known of."""
+        return self._pool.available - self._pool.cached
+
     def lend(self, key: bytes) -> int | None:
         """The block of a key, which stays what it is until it is given back; None where there is none."""
         found = self._pool.find([key])

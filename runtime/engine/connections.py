@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 
 from runtime.engine.block_store import BlockStore
-from runtime.engine.moving.moves import BlockMoves
+from runtime.engine.moving.moves import BlockMoves, EngineCommand
 from runtime.engine.moving.sending import BlockSender
 from runtime.engine.routing import RoutingReports, RoutingWatcher
 from runtime.wire.codec import Message, WireError
@@ -29,14 +29,17 @@ from runtime.wire.messages import (
     Close,
     EngineInfo,
     EngineStats,
+    FetchAhead,
     FetchState,
     FilePart,
+    FindState,
     Heartbeat,
     Leaving,
     ReadFile,
     RefusedRequest,
     Reopen,
     StepReport,
+    WarmUp,
     WatchBlocks,
 )
 from runtime.wire.session import Session
@@ -106,7 +109,9 @@ class _ServerEnd:
         with self._sending:
             self.socket.close()
 
-    def fetch(self, message: FetchState, info: EngineInfo, store: BlockStore, sent: Callable[[], None]) -> None:
+    def fetch(
+        self, message: FetchState | FindState, info: EngineInfo, store: BlockStore, sent: Callable[[], None]
+    ) -> None:
         """The other end is an engine, and gets blocks instead of reports from now on."""
         if self.sender is None:
             self.sender = BlockSender(self.socket, self.send, store, info.digest, info.level, sent)
@@ -175,9 +180,9 @@ class Connections:
         """There is something to receive."""
         return bool(self._abandoned or self._arrived.poll(0))
 
-    def receive(self, milliseconds: int) -> list[Add | Cancel]:
+    def receive(self, milliseconds: int) -> list[EngineCommand]:
         """The commands that have come, or come first within so many milliseconds."""
-        found, events = list[Add | Cancel](), self._arrived.poll(0 if self._abandoned else milliseconds)
+        found, events = list[EngineCommand](), self._arrived.poll(0 if self._abandoned else milliseconds)
         self.quiet = not (events or self._abandoned)
         while events:
             for descriptor, _ in events:
@@ -228,19 +233,21 @@ class Connections:
             tuple(refusal for refusal in report.refusals if owners.get(refusal.id) is connection),
         )
 
-    def _read(self, connection: _ServerEnd) -> Iterator[Add | Cancel]:
+    def _read(self, connection: _ServerEnd) -> Iterator[EngineCommand]:
         try:
             for message in connection.receive():
                 if isinstance(message, Add | Cancel):
                     if self._take(message, connection):
                         yield message
+                elif isinstance(message, FetchAhead | WarmUp):
+                    yield message
                 elif isinstance(message, ReadFile):
                     connection.send(self._file_part(message))
                 elif isinstance(message, WatchBlocks):
                     connection.watcher.begin(message.turn)
                 elif isinstance(message, Reopen):
                     self._leave(message)
-                elif isinstance(message, FetchState):
+                elif isinstance(message, FetchState | FindState):
                     self._fetch(connection, message)
                 elif isinstance(message, Close):
                     self._drop(connection)
@@ -277,7 +284,7 @@ class Connections:
         connection.send(StepReport((), self._stats, (RefusedRequest(id, error),)))
         return False
 
-    def _fetch(self, connection: _ServerEnd, message: FetchState) -> None:
+    def _fetch(self, connection: _ServerEnd, message: FetchState | FindState) -> None:
         if self._store is None or self._moves is None or not isinstance(self._answer, EngineInfo):
             raise WireError("a request for state", expected="a command that this engine takes")
         if connection.sender is None and len(self.senders) >= MOST_FETCHING:

@@ -72,7 +72,7 @@ def listen(
     :class:`TapeoutError` if it cannot be opened.
     """
     opened = opener(Path(start.bundle), start.settings)
-    opened = opened._replace(info=replace(opened.info, notice=notice))
+    opened = opened._replace(info=replace(opened.info, notice=notice, pool=start.settings.pool))
     connections = Connections(opened.info, opened.folder, listener=listener, key=key)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ended = threading.Event()

@@ -16,14 +16,18 @@ from runtime.wire.messages import (
     Close,
     Command,
     EngineInfo,
+    FetchAhead,
     FetchState,
     FilePart,
+    FindState,
     Heartbeat,
     Leaving,
     ReadFile,
     Reopen,
+    StateKeys,
     StatePart,
     StepReport,
+    WarmUp,
     WatchBlocks,
 )
 from tapeout.errors import RequestError, TapeoutError, one_line
@@ -50,11 +54,13 @@ class Proof(msgspec.Struct, frozen=True, array_like=True):
     hmac: bytes
 
 
-Message = Hello | Proof | Failure | EngineInfo | StepReport | FilePart | Heartbeat | Leaving | StatePart | Command
+Message = (
+    Hello | Proof | Failure | EngineInfo | StepReport | FilePart | Heartbeat | Leaving | StateKeys | StatePart | Command
+)
 # The byte that stands for a message is its place here.
 _MESSAGES = (
     *(Hello, Proof, Failure, EngineInfo, StepReport, FilePart, Add, Cancel, Close, ReadFile, WatchBlocks),
-    *(Heartbeat, Leaving, Reopen, FetchState, StatePart),
+    *(Heartbeat, Leaving, Reopen, FetchState, StatePart, FetchAhead, WarmUp, FindState, StateKeys),
 )
 
 

@@ -18,6 +18,7 @@ from tapeout.errors import RequestError
 Seconds = Annotated[float, Meta(ge=0, le=1e300)]  # neither NaN nor infinite
 Logprob = Annotated[float, Meta(le=1.0)]  # in nats; of a token that cannot come it is infinite, never NaN
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+Pool = Literal["mixed", "prefill", "decode"]  # all of a request, its prompt up to the first token, or what follows
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 # Of the 32 of a sha256 that pass over the wire to route by. The engine itself finds state by whole keys, so two that
 # begin alike could only mislead a choice; that any do in a fleet of 2**24 blocks has a chance of 2**-81.
@@ -154,6 +155,7 @@ class EngineInfo:
     notice: str = ""  # why the bundle that it was last told to open is not open
     moves_blocks: bool = False  # its blocks can be fetched by an engine of the same bundle and level
     slot_bytes: int = 0  # of the recurrent state of one sequence
+    pool: Pool = "mixed"  # what a gateway of several engines gives it
 
 
 class EngineStats(NamedTuple):
@@ -277,6 +279,24 @@ class Cancel(NamedTuple):
     id: str
 
 
+class FetchAhead(NamedTuple):
+    """Tells an engine to fetch blocks of these tokens from the one at ``source``, for a request that comes soon.
+
+    Nothing answers it: reports say which blocks an engine has.
+    """
+
+    tokens: tuple[int, ...]
+    cache_salt: bytes
+    source: str
+
+
+class WarmUp(NamedTuple):
+    """Tells an engine that has no blocks to fetch those that the one at ``source`` has used last, so many at most."""
+
+    source: str
+    blocks: Annotated[int, Meta(ge=0)]
+
+
 class Close(NamedTuple):
     """The server takes its leave; requests that still run are lost."""
 
@@ -360,6 +380,18 @@ class FetchState(NamedTuple):
     place: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
 
 
+class FindState(NamedTuple):
+    """Asks for the keys of the paged state that was used last, so many at most."""
+
+    most: Annotated[int, Meta(ge=0, le=MOST_KEYS)]
+
+
+class StateKeys(NamedTuple):
+    """The answer: whole keys, the most recently used first, and of a chain the first block before the others."""
+
+    keys: Annotated[bytes, Meta(max_length=MOST_KEYS * WHOLE_KEY_BYTES)]
+
+
 class StatePart(NamedTuple):
     """The answer, one for each key, in order. ``found``: there is state of this key.
 
@@ -374,4 +406,4 @@ class StatePart(NamedTuple):
     content: Annotated[bytes, Meta(max_length=MOST_STATE_BYTES)] = b""
 
 
-Command = Add | Cancel | Close | ReadFile | Reopen | WatchBlocks | FetchState
+Command = Add | Cancel | Close | FetchAhead | FetchState | FindState | ReadFile | Reopen | WarmUp | WatchBlocks

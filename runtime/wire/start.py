@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from runtime.wire.limits import Limits
+from runtime.wire.messages import Pool
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class EngineSettings:
     instead of ``slots``. ``snapshots``: of recurrent state that are kept for prefixes; one for each of these sequences
     if None. ``snapshot_share``: instead, of all memory of state, 0 to below 1. ``public_key``: a file.
     ``public_key``, ``level``: see :func:`engines.load.load`.
-    ``background``: the process runs only while no other wants the processor.
+    ``background``: the process runs only while no other wants the processor. ``pool``: see :class:`EngineInfo`.
     """
 
     threads: int = 0
@@ -28,6 +29,7 @@ class EngineSettings:
     background: bool = False
     snapshots: int | None = None
     snapshot_share: float | None = None
+    pool: Pool = "mixed"
 
 
 @dataclass(frozen=True)

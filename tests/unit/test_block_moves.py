@@ -20,11 +20,11 @@ from runtime.engine.block_store import BlockStore
 from runtime.engine.core import EngineCore
 from runtime.engine.moving import moves as moves_module
 from runtime.engine.moving.costs import PAUSE_SECONDS, LinkCosts
-from runtime.engine.moving.fetching import Fetch
+from runtime.engine.moving.fetching import Fetch, KeysFetch
 from runtime.engine.moving.moves import MOST_SECONDS, BlockMoves
 from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits
-from runtime.wire.messages import Add, Cancel, Delta, EngineInfo, GenerateRequest
+from runtime.wire.messages import Add, Cancel, Delta, EngineInfo, FetchAhead, GenerateRequest, WarmUp
 from tapeout.errors import RequestError
 from tests.chain_engine import ChainEngine
 from tests.fake_engine import HistoryEngine
@@ -38,10 +38,14 @@ class Link:
 
     def __init__(self, *_: Any) -> None:
         self.fetches: list[Fetch] = []
+        self.asked: list[KeysFetch] = []
         self.closed = False
 
-    def start(self, fetch: Fetch) -> None:
-        self.fetches.append(fetch)
+    def start(self, fetch: Fetch | KeysFetch) -> None:
+        if isinstance(fetch, KeysFetch):
+            self.asked.append(fetch)
+        else:
+            self.fetches.append(fetch)
 
     def close(self) -> None:
         self.closed = True
@@ -76,6 +80,12 @@ class Course:
         self.requests[id], self.deltas[id] = request, []
         self.moves.take(Add(request, 0.0, source))
         return id
+
+    def ahead(self, prompt: Sequence[int]) -> None:
+        """As :meth:`add`, without the request."""
+        for number, key in enumerate(block_keys(prompt, BLOCK)):
+            self.content[key] = bytes(prompt[number * BLOCK : (number + 1) * BLOCK])
+        self.moves.take(FetchAhead(tuple(prompt), b"", "peer"))
 
     def cancel(self, id: str) -> None:
         self.moves.take(Cancel(id))
@@ -134,7 +144,7 @@ def prompt(number: int, blocks: int) -> list[int]:
 
 
 actions = st.one_of(
-    st.tuples(st.just("add"), st.integers(0, 2), st.integers(0, 12)),
+    st.tuples(st.sampled_from(["add", "ahead"]), st.integers(0, 2), st.integers(0, 12)),
     st.tuples(st.just("arrive"), st.integers(1, 4)),
     st.tuples(st.sampled_from(["work", "step", "end", "fail", "cancel", "wait"]), st.integers(0, 20)),
 )
@@ -148,6 +158,8 @@ def test_any_course_of_a_fetch_gives_every_answer_and_all_memory_back(events: li
         for event, *values in events:
             if event == "add":
                 one.add(prompt(values[0], values[1]))
+            elif event == "ahead":
+                one.ahead(prompt(values[0], values[1]))
             elif event == "arrive":
                 for _ in range(values[0]):
                     one.arrive()
@@ -177,6 +189,82 @@ def test_a_fetched_prefix_is_found_and_published() -> None:
         assert one.deltas[id][0].cached_tokens == 5 * BLOCK and one.core.blocks.fetched == 5
         published = one.core.routing.next([watcher])[0].blocks.published
         assert all(key[:16] in published for key in keys), "other engines and gateways hear of them"
+
+
+def test_what_was_fetched_ahead_is_there_when_its_request_comes() -> None:
+    """Planted: blocks that are reserved and not kept, and a second fetch of what is on its way."""
+    with course() as one:
+        one.ahead(prompt(1, 5))
+        one.arrive()
+        one.ahead(prompt(1, 5))
+        assert one.link is not None and len(one.link.fetches) == 1
+        for _ in range(4):
+            one.arrive()
+        one.end()
+        one.work()
+        one.core.scheduler.check()
+        assert one.core.blocks.fetched == 5 and not one.moves.waiting
+        id = one.add(prompt(1, 5))
+        assert not one.moves.waiting, "all is there"
+        one.finish()
+        assert one.deltas[id][0].cached_tokens == 5 * BLOCK
+
+
+def warmed(one: Course, blocks: int) -> Link:
+    """The link of an engine that is told to warm up, and hears the keys of two prompts of five blocks."""
+    one.moves.take(WarmUp("peer", blocks))
+    assert one.link is not None
+    (asked,) = one.link.asked
+    assert asked.most == blocks
+    for number in (1, 2):
+        known = block_keys(prompt(number, 5), BLOCK)
+        asked.keys += known
+        tokens = prompt(number, 5)
+        for at, key in enumerate(known):
+            one.content[key] = bytes(tokens[at * BLOCK : (at + 1) * BLOCK])
+    asked.ended = True
+    return one.link
+
+
+def test_a_new_engine_fetches_what_others_have_used() -> None:
+    """In parts, so that a request's fetch comes in between. Planted: only the first part is fetched."""
+    with course() as one, patch.object(moves_module, "WARM_BYTES", 3 * BLOCK):
+        link = warmed(one, 10)
+        for part in (3, 3, 3, 1):
+            one.work()
+            assert link.current is not None and len(link.current.keys) == part
+            for _ in range(part):
+                one.arrive()
+            one.end()
+        one.work()
+        assert one.core.blocks.fetched == 10 and not one.moves.waiting
+        one.moves.take(WarmUp("peer", 10))
+        assert len(link.asked) == 1, "it has blocks by now"
+        id = one.add(prompt(2, 5))
+        one.finish()
+        assert one.deltas[id][0].cached_tokens == 5 * BLOCK
+
+
+def test_a_warm_up_takes_only_memory_that_is_unused_and_ends_in_time() -> None:
+    """Planted: it takes cached blocks of requests that have come meanwhile, or goes on for ever."""
+    with course(blocks=16) as one:
+        link = warmed(one, 10)
+        one.add(prompt(0, 12), source="")
+        while one.core.busy:
+            one.step()
+        one.work()
+        assert link.current is not None and 0 < len(link.current.keys) < 10 and not one.core.blocks.unused
+        assert not one.core.blocks.absent(block_keys(prompt(0, 12), BLOCK))
+        one.finish()
+    with course() as one, patch.object(moves_module, "WARM_BYTES", 3 * BLOCK):
+        link = warmed(one, 10)
+        one.work()
+        one.now += moves_module.WARM_SECONDS + 1
+        one.end()
+        one.work()
+        one.work()
+        assert link.current is None and not one.moves.waiting
+        one.finish()
 
 
 def moves_watcher() -> Any:

@@ -28,8 +28,10 @@ from runtime.wire.messages import (
     EngineInfo,
     EngineLoad,
     EngineStats,
+    FetchAhead,
     FetchState,
     FilePart,
+    FindState,
     GenerateRequest,
     Heartbeat,
     KeyChanges,
@@ -40,9 +42,11 @@ from runtime.wire.messages import (
     RoutingReport,
     SamplingSettings,
     SharedPlace,
+    StateKeys,
     StatePart,
     StepReport,
     TokenLogprobs,
+    WarmUp,
     WatchBlocks,
 )
 from runtime.wire.session import PROTOCOL, VERSION, Session
@@ -114,6 +118,7 @@ infos = st.builds(
     files=st.dictionaries(texts, texts, max_size=3),
     level=texts,
     moves_blocks=st.booleans(),
+    pool=st.sampled_from(["mixed", "prefill", "decode"]),
 )
 keys = st.binary(min_size=32, max_size=32)
 places = st.none() | st.builds(SharedPlace, counts, counts, keys)
@@ -124,6 +129,9 @@ commands = (
     | st.builds(ReadFile, texts, counts)
     | st.builds(Reopen, texts, seconds)
     | st.builds(WatchBlocks, counts)
+    | st.builds(FetchAhead, st.lists(counts, max_size=4).map(tuple), st.binary(max_size=9), texts)
+    | st.builds(WarmUp, texts, counts)
+    | st.builds(FindState, st.integers(0, 4096))
     | st.builds(FetchState, st.sampled_from(["paged", "recurrent"]), keys, places, st.integers(0, 99))
 )
 changes = st.builds(KeyChanges, st.binary(max_size=64), st.binary(max_size=64))
@@ -134,7 +142,7 @@ reports = st.builds(
     *(st.lists(deltas, max_size=4).map(tuple), stats, st.lists(refusals, max_size=2).map(tuple), st.none() | routings),
 )
 parts = st.builds(StatePart, keys, st.booleans(), st.booleans(), st.binary(max_size=16), st.binary(max_size=99))
-signs = st.builds(Heartbeat) | st.builds(Leaving)
+signs = st.builds(Heartbeat) | st.builds(Leaving) | st.builds(StateKeys, keys)
 answers = infos | parts | st.builds(FilePart, texts, counts, st.binary(max_size=50)) | reports | signs
 messages = (
     commands
@@ -171,6 +179,10 @@ EXAMPLES = (
     Reopen("s", 1.5),
     WatchBlocks(1),
     FetchState("paged", b"k" * 32, SharedPlace(1, 2, b"m" * 32), 3),
+    FetchAhead((1, 2), b"s", "unix:/a"),
+    WarmUp("unix:/a", 3),
+    FindState(3),
+    StateKeys(b"k" * 32),
     StatePart(b"k" * 32, True, False, b"c" * 16, b"content"),
     FilePart("s", 0, b"x"),
     Proof(b"p"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, islice
 
 
 class BlockPool:
@@ -41,6 +42,13 @@ class BlockPool:
     def keys(self) -> Collection[bytes]:
         """Of all content that can be found."""
         return self._block.keys()
+
+    def recent(self, most: int) -> list[bytes]:
+        """Keys of the content that was used last: of blocks that are held, then of cached ones. Of a sequence, the
+        first block comes before those behind it.
+        """
+        held = (key for block, key in self._key.items() if self._holders[block])
+        return list(islice(chain(held, (self._key[block] for block in reversed(self._cached))), most))
 
     def take_changes(self) -> dict[bytes, bool]:
         """Keys that came or went since the last call, and whether each is there now. The first call begins to note

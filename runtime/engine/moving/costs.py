@@ -37,7 +37,7 @@ class LinkCosts:
         >>> costs.worth("tcp:10.0.0.1:7000", 32, 0.0002, 0.0)
         False
         """
-        if not blocks or now < self._paused.get(address, now):
+        if not blocks or now < self.paused_until(address):
             return False
         return not prompt_seconds or self.seconds(address, blocks) < blocks * self._tokens * prompt_seconds
 
@@ -48,6 +48,10 @@ class LinkCosts:
         speed = blocks * self._bytes / max(seconds - FIXED_SECONDS, 0.1 * seconds)
         before = self._speeds.get(address)
         self._speeds[address] = speed if before is None else before + WEIGHT * (speed - before)
+
+    def paused_until(self, address: str) -> float:
+        """Until when nothing is fetched there."""
+        return self._paused.get(address, 0.0)
 
     def failed(self, address: str, now: float) -> None:
         """A fetch did not end well: nothing is fetched there for a while."""

@@ -23,12 +23,15 @@ from runtime.wire.codec import WireError
 from runtime.wire.failures import Failure
 from runtime.wire.messages import (
     SHARED_HEAD_BYTES,
+    WHOLE_KEY_BYTES,
     Close,
     EngineInfo,
     FetchState,
+    FindState,
     Heartbeat,
     Leaving,
     SharedPlace,
+    StateKeys,
     StatePart,
     StepReport,
 )
@@ -60,6 +63,16 @@ class Fetch:
         self.failure = ""
 
 
+class KeysFetch:
+    """Keys of the blocks that the other engine has used last. ``ended``, ``failure``: see :class:`Fetch`."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.keys: list[bytes] = []
+        self.ended = self.given_up = False
+        self.failure = ""
+
+
 class PeerLink:
     """A connection to one engine, made when there is something to fetch and kept for a while.
 
@@ -76,14 +89,14 @@ class PeerLink:
         ahead = max(1, min(AHEAD_BYTES // store.block_bytes, MOST_AHEAD))
         self._at_once = max(1, min(ASK_BYTES // store.block_bytes, ahead // 4))
         self._places = ahead // self._at_once * self._at_once
-        self._fetches: SimpleQueue[Fetch | None] = SimpleQueue()
+        self._fetches: SimpleQueue[Fetch | KeysFetch | None] = SimpleQueue()
         self._end: socket.socket | None = None
         self._session = Session("server", key)
         self._messages: deque[Any] = deque()
         self._shared: tuple[int, memoryview, SharedPlace] | None = None
         threading.Thread(target=self._run, name="block-fetcher", daemon=True).start()
 
-    def start(self, fetch: Fetch) -> None:
+    def start(self, fetch: Fetch | KeysFetch) -> None:
         self._fetches.put(fetch)
 
     def close(self) -> None:
@@ -101,9 +114,13 @@ class PeerLink:
                 break
             try:
                 if not fetch.given_up:
-                    fetch.since = monotonic()
-                    self._connect()
-                    self._fetch(fetch)
+                    if isinstance(fetch, KeysFetch):
+                        self._connect()
+                        self._fetch_keys(fetch)
+                    else:
+                        fetch.since = monotonic()
+                        self._connect()
+                        self._fetch(fetch)
             except Exception as error:  # of any kind: what waits for the fetch must hear of its end
                 fetch.failure = one_line(error)
             finally:
@@ -163,13 +180,17 @@ class PeerLink:
                 return
             whole &= self._take(fetch, *wanted.popleft())
 
+    def _fetch_keys(self, fetch: KeysFetch) -> None:
+        self._send(FindState(fetch.most))
+        found = self._next()
+        if not isinstance(found, StateKeys) or len(found.keys) % WHOLE_KEY_BYTES:
+            raise WireError(f"{type(found).__name__} or parts of keys", expected="keys of state")
+        whole = range(0, len(found.keys), WHOLE_KEY_BYTES)
+        fetch.keys = [found.keys[at : at + WHOLE_KEY_BYTES] for at in whole]
+
     def _take(self, fetch: Fetch, key: bytes, place: int) -> bool:
         """The next block; False where the other engine does not have it (any more)."""
-        part = self._receive()
-        while isinstance(part, _FOR_SERVERS):
-            part = self._receive()
-        if isinstance(part, Failure):
-            raise part.error()
+        part = self._next()
         if not isinstance(part, StatePart) or part.key != key:
             raise WireError(f"{type(part).__name__} of another key", expected="the block that was asked for")
         if not part.found:
@@ -183,6 +204,15 @@ class PeerLink:
             self._store.write(fetch.blocks[fetch.done], content)
             fetch.done += 1
         return True
+
+    def _next(self) -> Any:
+        """What the other engine says to this one."""
+        found = self._receive()
+        while isinstance(found, _FOR_SERVERS):
+            found = self._receive()
+        if isinstance(found, Failure):
+            raise found.error()
+        return found
 
     def _content(self, part: StatePart, place: int) -> memoryview:
         if not part.shared:
@@ -211,7 +241,7 @@ class PeerLink:
             self._shared = descriptor, memory, place
         return self._shared[2]
 
-    def _send(self, message: FetchState | Close) -> None:
+    def _send(self, message: FetchState | FindState | Close) -> None:
         assert self._end is not None
         self._end.sendall(self._session.frame(message))
 

@@ -12,12 +12,16 @@ from time import monotonic
 
 from runtime.engine.core import EngineCore
 from runtime.engine.moving.costs import LinkCosts
-from runtime.engine.moving.fetching import Fetch, PeerLink
+from runtime.engine.moving.fetching import Fetch, KeysFetch, PeerLink
 from runtime.engine.moving.sending import BlockSender
-from runtime.wire.messages import Add, Cancel, EngineInfo, GenerateRequest
+from runtime.wire.messages import MOST_KEYS, Add, Cancel, EngineInfo, FetchAhead, GenerateRequest, WarmUp
 
 LEAST_SECONDS, MOST_SECONDS = 0.5, 2.0  # that a request waits for a fetch, at least and at most
 MOST_LINKS = 8
+WARM_SECONDS = 10.0  # that a new engine goes on fetching what others have used
+WARM_BYTES = 8 << 20  # fetched at once for that: requests that wait for blocks of the same engine come in between
+
+EngineCommand = Add | Cancel | FetchAhead | WarmUp  # what is for the core, or for its blocks
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,17 @@ class _Waiting:
     requests: list[tuple[GenerateRequest, float]] = field(default_factory=list[tuple[GenerateRequest, float]])
 
 
+@dataclass
+class _Warming:
+    """``keys``: still to be fetched, the last one first. ``current``: the first key of those that are being fetched."""
+
+    address: str
+    asked: KeysFetch
+    until: float
+    keys: list[bytes] | None = None
+    current: bytes = b""
+
+
 class BlockMoves:
     """``key``: shared by all engines and gateways. ``wake``: a descriptor that can be read once there is more to do."""
 
@@ -42,6 +57,7 @@ class BlockMoves:
         self._waiting: dict[bytes, _Waiting] = {}  # by the first key that is missing
         # Fetches that nobody waits for any more, whose threads may still fill a block of these.
         self._late: list[tuple[Fetch, Sequence[int]]] = []
+        self._warming: _Warming | None = None
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self.wake)  # not in close(): a thread may still announce something
         if self._store.moves:
@@ -61,10 +77,14 @@ class BlockMoves:
         """There is more to do; called by any thread."""
         os.eventfd_write(self.wake, 1)
 
-    def take(self, command: Add | Cancel) -> None:
-        """A command for the core. A request may wait for its blocks first."""
+    def take(self, command: EngineCommand) -> None:
+        """A request may wait for its blocks first."""
         now = monotonic()
-        if isinstance(command, Cancel):
+        if isinstance(command, FetchAhead):
+            self._wait_for(command.tokens, command.cache_salt, command.source, now)
+        elif isinstance(command, WarmUp):
+            self._warm_up(command, now)
+        elif isinstance(command, Cancel):
             for waiting in self._waiting.values():
                 for request, arrival in waiting.requests:
                     if request.id == command.id:
@@ -85,6 +105,8 @@ class BlockMoves:
                 del self._waiting[first]
                 self._end(waiting, now)
                 worked = True
+        if self._warming is not None and self._warming.asked.ended and self._warming.current not in self._waiting:
+            self._fetch_more(self._warming, now)
         for fetch, blocks in [late for late in self._late if late[0].ended]:
             self._late.remove((fetch, blocks))
             self._store.give_back(blocks)
@@ -94,41 +116,85 @@ class BlockMoves:
         """Threads end by themselves, and with them the last that holds the engine's memory."""
         for waiting in self._waiting.values():
             waiting.fetch.given_up = True
+        if self._warming is not None:
+            self._warming.asked.given_up = True
         for link in self._links.values():
             link.close()
 
     def _begin(self, command: Add, now: float) -> bool:
         """Whether the request waits for blocks from now on."""
-        request, address, store = command.request, command.source, self._store
-        if not store.moves or request.prompt_logprobs is not None:
+        request = command.request
+        if request.prompt_logprobs is not None:
             return False
+        tokens = [*request.prompt, *request.answered]
+        waiting = self._wait_for(tokens, request.cache_salt, command.source, now)
+        if waiting is not None:
+            waiting.requests.append((request, now - command.age))
+        return waiting is not None
+
+    def _wait_for(self, tokens: Sequence[int], cache_salt: bytes, address: str, now: float) -> _Waiting | None:
+        """The fetch of the blocks of these tokens; None where there is none to be fetched."""
+        store = self._store
+        if not store.moves:
+            return None
         try:
-            missing = store.missing([*request.prompt, *request.answered], request.cache_salt)
+            missing = store.missing(tokens, cache_salt)
         except Exception:  # whatever a request holds: the core refuses it, and says why
-            return False
+            return None
         if not missing:
-            return False
-        arrival = now - command.age
+            return None
         if (waiting := self._waiting.get(missing[0])) is not None:
-            waiting.requests.append((request, arrival))
-            return True
+            return waiting
         prompt_seconds = self._core.scheduler.costs.prompt_seconds
         if not self._costs.worth(address, len(missing), prompt_seconds, now):
-            return False
+            return None
         # Each running request may need a block in the next step.
         if not (blocks := store.reserve(len(missing), self._core.scheduler.running)):
-            return False
-        missing = missing[: len(blocks)]
+            return None
+        # To compute the blocks instead would take that long, so a request never waits twice as long for nothing.
+        patience = len(blocks) * store.block_tokens * prompt_seconds
+        until = now + min(max(patience, LEAST_SECONDS), MOST_SECONDS)
+        return self._fetch(address, missing[: len(blocks)], blocks, until)
+
+    def _fetch(self, address: str, keys: Sequence[bytes], blocks: Sequence[int], until: float) -> _Waiting:
+        waiting = self._waiting[keys[0]] = _Waiting(address, Fetch(keys, blocks), until)
+        self._link(address).start(waiting.fetch)
+        return waiting
+
+    def _link(self, address: str) -> PeerLink:
         if (link := self._links.get(address)) is None:
             if len(self._links) >= MOST_LINKS:
                 self._links.pop(next(iter(self._links))).close()
-            link = self._links[address] = PeerLink(address, self._key, self._info, store, self.notify)
-        # To compute the blocks instead would take that long, so the request never waits twice as long for nothing.
-        patience = len(missing) * store.block_tokens * prompt_seconds
-        until = now + min(max(patience, LEAST_SECONDS), MOST_SECONDS)
-        waiting = self._waiting[missing[0]] = _Waiting(address, Fetch(missing, blocks), until, [(request, arrival)])
-        link.start(waiting.fetch)
-        return True
+            link = self._links[address] = PeerLink(address, self._key, self._info, self._store, self.notify)
+        return link
+
+    def _warm_up(self, command: WarmUp, now: float) -> None:
+        """Nothing happens where this engine has blocks, or is being warmed already: each gateway may say so."""
+        if self._store.moves and self._store.empty and self._warming is None and not self._waiting:
+            asked = KeysFetch(min(command.blocks, MOST_KEYS))
+            self._warming = _Warming(command.source, asked, now + WARM_SECONDS)
+            self._link(command.source).start(asked)
+
+    def _fetch_more(self, warming: _Warming, now: float) -> None:
+        """The next blocks of a warm-up. It takes memory that is unused, and nobody's."""
+        store = self._store
+        if warming.asked.failure or now > warming.until or now < self._costs.paused_until(warming.address):
+            self._warming = None
+            return
+        if warming.keys is None:
+            warming.keys = warming.asked.keys[::-1]
+        most = min(max(1, WARM_BYTES // store.block_bytes), store.unused - self._core.scheduler.running)
+        part = list[bytes]()
+        while warming.keys and len(part) < most:
+            part += store.absent([warming.keys.pop()])
+        if not part:
+            self._warming = None
+            return
+        warming.current = part[0]
+        if part[0] in self._waiting:  # a request's fetch begins with it
+            warming.keys += reversed(part)
+        else:
+            self._fetch(warming.address, part, store.reserve(len(part), 0), now + MOST_SECONDS)
 
     def _end(self, waiting: _Waiting, now: float) -> None:
         """The requests run: they find what came, and compute the rest."""

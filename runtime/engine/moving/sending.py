@@ -23,7 +23,9 @@ from runtime.wire.messages import (
     SHARED_HEAD_BYTES,
     WHOLE_KEY_BYTES,
     FetchState,
+    FindState,
     SharedPlace,
+    StateKeys,
     StatePart,
 )
 from tapeout.errors import TapeoutError
@@ -57,7 +59,7 @@ class BlockSender:
     def __init__(
         self,
         end: socket.socket,
-        send: Callable[[StatePart | Failure], None],
+        send: Callable[[StatePart | StateKeys | Failure], None],
         store: BlockStore,
         digest: str,
         level: str,
@@ -66,7 +68,7 @@ class BlockSender:
         self._end, self._send, self._sent = end, send, sent
         self._store, self._digest, self._level = store, digest, level
         self._wanted: deque[_Wanted] = deque()
-        self._lent: SimpleQueue[_Lent | Failure | None] = SimpleQueue()
+        self._lent: SimpleQueue[_Lent | StateKeys | Failure | None] = SimpleQueue()
         self._copied: SimpleQueue[int] = SimpleQueue()
         self._outstanding = list[int]()  # blocks that are lent
         self._most = max(1, MOST_LENT_BYTES // store.block_bytes)
@@ -74,8 +76,11 @@ class BlockSender:
         self._thread = threading.Thread(target=self._send_all, name="block-sender", daemon=True)
         self._thread.start()
 
-    def ask(self, message: FetchState) -> None:
+    def ask(self, message: FetchState | FindState) -> None:
         """:class:`WireError` for keys that are none, more of them than are kept, or places that do not exist."""
+        if isinstance(message, FindState):
+            self._lent.put(StateKeys(b"".join(self._store.recent(message.most))))
+            return
         keys = [message.keys[at : at + WHOLE_KEY_BYTES] for at in range(0, len(message.keys), WHOLE_KEY_BYTES)]
         if (keys and len(keys[-1]) != WHOLE_KEY_BYTES) or len(self._wanted) + len(keys) > MOST_KEYS:
             raise WireError(f"{len(message.keys)} bytes of keys", expected=f"whole keys, {MOST_KEYS} at most")
@@ -125,7 +130,7 @@ class BlockSender:
         """Of the thread."""
         try:
             while (item := self._lent.get()) is not None:
-                if isinstance(item, Failure):
+                if isinstance(item, Failure | StateKeys):
                     self._send(item)
                 elif item.block is None:
                     self._send(StatePart(item.key, found=False))
