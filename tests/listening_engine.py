@@ -13,6 +13,7 @@ from runtime.engine import worker
 from runtime.engine.opening import open_bundle
 from runtime.wire.address import Address, read_key
 from runtime.wire.limits import Limits
+from runtime.wire.messages import Pool
 from runtime.wire.start import EngineSettings, Start
 from tapeout.errors import ArtifactError
 from tests.faulty_engine import Faulty, open_faulty
@@ -31,10 +32,11 @@ class ListeningEngine:
         bundle: Faulty | Path | None = None,
         limits: Limits | None = None,
         address: str = "tcp:127.0.0.1:0",
+        pool: Pool = "mixed",
     ) -> None:
         self.address, self.key = address, folder / "key"
         self.key.write_bytes(KEY + b"\n")
-        self._start = Start(str(bundle or Faulty()), EngineSettings(threads=1), limits or Limits())
+        self._start = Start(str(bundle or Faulty()), EngineSettings(threads=1, pool=pool), limits or Limits())
         self.process = self._started()
 
     def again(self) -> None:

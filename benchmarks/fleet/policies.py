@@ -36,6 +36,9 @@ class _Blind(ABC):
     def ended(self, engine: int) -> None:
         self._open[engine] -= 1
 
+    def hand_over(self, request: GenerateRequest, engine: int) -> int | None:
+        return None  # all of a request stays
+
     def _least(self, among: Sequence[int]) -> int:
         """With the fewest requests; of equals the next in turn."""
         self._turn += 1

@@ -16,7 +16,7 @@ from runtime.engine import worker
 from runtime.engine.opening import Opened, open_bundle
 from runtime.wire.address import Address, read_key
 from runtime.wire.engine_table import Announcement
-from runtime.wire.messages import Reopen
+from runtime.wire.messages import Pool, Reopen
 from runtime.wire.start import EngineSettings, Start
 from tapeout.errors import TapeoutError, one_line
 
@@ -33,13 +33,15 @@ def run(
     approval: ApprovalOptions,
     register: str | None = None,
     advertise: str | None = None,
+    pool: Pool = "mixed",
 ) -> None:
     """Serve a bundle, and whichever one a server asks for after it, until SIGTERM or SIGINT.
 
     ``register``: the database with the table of engines. ``advertise``: what is written there, else ``address``.
+    ``pool``: see :class:`EngineInfo`.
     """
     required = approval.required
-    settings = engine_settings(opening, required.public_key)
+    settings = replace(engine_settings(opening, required.public_key), pool=pool)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     place, key = Address.parse(address), read_key(key_file)
     reached = None if advertise is None else Address.parse(advertise)

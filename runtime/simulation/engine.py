@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.engine.cache.pools import StatePools
@@ -10,7 +11,7 @@ from runtime.engine.scheduler import Scheduler
 from runtime.engine.work import Work, WorkResult
 from runtime.simulation.step_lengths import StepLengths
 from runtime.wire.limits import Limits
-from runtime.wire.messages import EngineStats, GenerateRequest, StepReport
+from runtime.wire.messages import EngineLoad, EngineStats, GenerateRequest, Pool, StepReport
 
 BLOCK_TOKENS, MAX_TOKENS = 64, 2048
 
@@ -38,7 +39,8 @@ class StepEnd:
 class SimulatedEngine:
     """``blocks``: of KV memory. ``slots``: of recurrent state, also for snapshots. 0 of what its model does not have.
 
-    Requests that arrive in a step are seen after it, as by the real one.
+    Requests that arrive in a step are seen after it, as by the real one. ``engine_pool``: see :class:`EngineInfo`.
+    ``block_seconds``: to fetch a block; 0 where it cannot.
     """
 
     def __init__(
@@ -48,20 +50,38 @@ class SimulatedEngine:
         limits: Limits | None = None,
         max_tokens: int = MAX_TOKENS,
         slots: int = 0,
+        engine_pool: Pool = "mixed",
+        block_seconds: float = 0.0,
     ) -> None:
-        self._lengths = lengths
+        self._lengths, self.engine_pool, self._block_seconds = lengths, engine_pool, block_seconds
         self.pools = StatePools(blocks=blocks, slots=slots, block_tokens=BLOCK_TOKENS, max_tokens=max_tokens)
         self.scheduler = Scheduler(self.pools.cache, self.pools.within(limits or Limits()))
         self.watcher = RoutingWatcher()
-        self._routing = RoutingReports(self.pools.paged.pool, self.pools.recurrent.pool, self.scheduler.load)
+        self._routing = RoutingReports(self.pools.paged.pool, self.pools.recurrent.pool, self.load)
         self._arrived: list[tuple[GenerateRequest, float]] = []
         self._served: dict[str, _Answering] = {}
         self._works: list[Work] = []
         self.stepping = False
         self.steps = 0
 
+    def load(self) -> EngineLoad:
+        return self.scheduler.load()._replace(fetch_seconds=self._block_seconds)
+
+    def leave(self, id: str) -> int:
+        """A request goes on elsewhere; how many tokens it has answered. A step that runs brings it none any more."""
+        self.scheduler.cancel(id)
+        return self._served.pop(id).answered
+
+    def take_blocks(self, keys: Sequence[bytes]) -> None:
+        """Blocks that have come from another engine."""
+        pool = self.pools.paged.pool
+        for key in keys:
+            if not pool.find([key]) and (taken := pool.take(1)) is not None:
+                pool.publish(taken[0], key)
+                pool.release(taken)
+
     def add(self, request: GenerateRequest, answer: range, now: float) -> None:
-        self._served[request.id] = _Answering(request, answer)
+        self._served[request.id] = _Answering(request, answer, len(request.answered))
         self._arrived.append((request, now))
 
     def begin(self, now: float) -> float | None:
@@ -91,7 +111,9 @@ class SimulatedEngine:
         """The step that was begun has ended."""
         outcomes, first, sampled = dict[str, WorkResult](), dict[str, int](), list[str]()
         for work in self._works:
-            served = self._served[work.id]
+            served = self._served.get(work.id)
+            if served is None:  # it has left meanwhile
+                continue
             outcomes[work.id] = WorkResult()
             if work.samples:
                 outcomes[work.id] = WorkResult((served.answer[served.answered],))

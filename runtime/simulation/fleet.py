@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
 
+from runtime.gateway.routing.choice import FETCH_SECONDS
 from runtime.simulation.engine import BLOCK_TOKENS, MAX_TOKENS, SimulatedEngine
 from runtime.simulation.routing import ExactRouting, PolicyMaker
 from runtime.simulation.step_lengths import StepLengths
 from runtime.simulation.traffic import Conversation, Traffic
 from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits
-from runtime.wire.messages import GenerateRequest
+from runtime.wire.messages import GenerateRequest, Pool
 
 WARM = 0.1  # the first part of the time, whose requests do not count: caches are still empty
 
@@ -25,6 +26,8 @@ class FleetShape:
     """``cache_tokens``: of each engine's KV memory. ``max_tokens``: of a prompt with its answer.
 
     ``slots``: of each engine's recurrent state, those of snapshots among them. 0 of what the model does not have.
+    ``prefill``: so many of the engines are for prompts, and the others for what follows, which fetch a block in
+    ``block_seconds``. Without such engines nothing moves.
     """
 
     engines: int = 8
@@ -32,6 +35,13 @@ class FleetShape:
     limits: Limits = field(default_factory=Limits)
     max_tokens: int = MAX_TOKENS
     slots: int = 0
+    prefill: int = 0
+    block_seconds: float = 0.001
+
+    def pool(self, number: int) -> Pool:
+        if not self.prefill:
+            return "mixed"
+        return "prefill" if number < self.prefill else "decode"
 
 
 class Late(NamedTuple):
@@ -69,11 +79,21 @@ class FleetFigures:
 
 @dataclass
 class _Open:
+    request: GenerateRequest
     conversation: Conversation
     turn: int
     arrival: float
     best: int  # prompt tokens that some engine had
     last: float = 0.0  # when its last token came
+
+
+@dataclass
+class _Moving:
+    """A request whose blocks are on their way to the engine on which it goes on."""
+
+    request: GenerateRequest
+    engine: int
+    target: int
 
 
 class FleetSimulation:
@@ -89,8 +109,13 @@ class FleetSimulation:
     ) -> None:
         blocks = shape.cache_tokens // BLOCK_TOKENS
         self._workload = workload
+        self._shape = shape
         self._engines = [
-            SimulatedEngine(lengths, blocks, shape.limits, shape.max_tokens, shape.slots) for _ in range(shape.engines)
+            SimulatedEngine(
+                *(lengths, blocks, shape.limits, shape.max_tokens, shape.slots, shape.pool(number)),
+                block_seconds=shape.block_seconds if shape.prefill else 0.0,
+            )
+            for number in range(shape.engines)
         ]
         self._policy = policy(self._engines, seed)
         starts = [conversation.start for conversation in workload.conversations]
@@ -98,8 +123,8 @@ class FleetSimulation:
         self._last_start = max(starts, default=0.0)
         self._opened: dict[str, _Open] = {}
         self._numbers, self._ids = count(), count()
-        # A turn that arrives, or the number of an engine whose step ends.
-        self._events: list[tuple[float, int, Conversation | int, int]] = []
+        # A turn that arrives, the number of an engine whose step ends, or a request that changes over.
+        self._events: list[tuple[float, int, Conversation | int | _Moving, int]] = []
         self.ttft, self.itl = array("d"), array("d")
         self._prompt_tokens = self._hits = self._possible = self._tokens = self._late = 0
         self._busy = 0.0
@@ -112,14 +137,17 @@ class FleetSimulation:
             self._push(conversation.start, conversation)
         while self._events and not (late and self._late >= late.requests):
             now, _, what, turn = heappop(self._events)
-            number = self._arrive(what, turn, now) if isinstance(what, Conversation) else self._end(what, now, late)
+            if isinstance(what, Conversation):
+                number = self._arrive(what, turn, now)
+            else:
+                number = self._change_over(what, now) if isinstance(what, _Moving) else self._end(what, now, late)
             if number is not None and (end := self._engines[number].begin(now)) is not None:
                 self._busy += max(0.0, min(end, self._last_start) - now)
                 self._push(end, number)
         assert self._events or not self._opened, "a request has no end"
         return self._figures(whole=not self._events)
 
-    def _push(self, when: float, what: Conversation | int, turn: int = 0) -> None:
+    def _push(self, when: float, what: Conversation | int | _Moving, turn: int = 0) -> None:
         heappush(self._events, (when, next(self._numbers), what, turn))
 
     def _arrive(self, conversation: Conversation, turn: int, now: float) -> int | None:
@@ -129,7 +157,7 @@ class FleetSimulation:
         best = max(cached_tokens(self._engines, request))
         number = self._policy.choose(request, conversation.name)
         self._engines[number].add(request, asked.answer, now)
-        self._opened[request.id] = _Open(conversation, turn, now, best)
+        self._opened[request.id] = _Open(request, conversation, turn, now, best)
         return None if self._engines[number].stepping else number
 
     def _end(self, number: int, now: float, late: Late | None) -> int:
@@ -153,7 +181,32 @@ class FleetSimulation:
                 think = one.conversation.turns[one.turn + 1].think_seconds
                 self._push(now + think, one.conversation, one.turn + 1)
         self._policy.heard(number, ended.report)
+        if self._engines[number].engine_pool == "prefill":
+            for id in ended.first.keys() & self._opened.keys():
+                self._hand_over(self._opened[id], number, now)
         return number
+
+    def _hand_over(self, one: _Open, number: int, now: float) -> None:
+        """Its blocks are fetched while it goes on here."""
+        answer = one.conversation.turns[one.turn].answer
+        request = replace(one.request, answered=tuple(answer[:1]))
+        target = self._policy.hand_over(request, number)
+        if target is not None:
+            blocks = (len(request.prompt) - 1) // BLOCK_TOKENS
+            self._push(now + FETCH_SECONDS + blocks * self._shape.block_seconds, _Moving(request, number, target))
+
+    def _change_over(self, moving: _Moving, now: float) -> int | None:
+        """The engine that can begin a step now, if it waits for one."""
+        id, target = moving.request.id, self._engines[moving.target]
+        if (one := self._opened.pop(id, None)) is None:
+            return None
+        answer = one.conversation.turns[one.turn].answer
+        answered = tuple(answer[: self._engines[moving.engine].leave(id)])
+        request = one.request = replace(one.request, id=f"{id}~1", answered=answered)
+        target.take_blocks(block_keys([*request.prompt, *answered][:-1], BLOCK_TOKENS, request.cache_salt))
+        target.add(request, answer, now)
+        self._opened[request.id] = one
+        return None if target.stepping else moving.target
 
     def _first(self, one: _Open, cached: int, now: float) -> None:
         self.ttft.append(now - one.arrival)

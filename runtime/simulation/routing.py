@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from runtime.gateway.routing.choice import EngineOption
 from runtime.gateway.routing.router import FleetRouter
 from runtime.simulation.engine import BLOCK_TOKENS, SimulatedEngine
 from runtime.wire.messages import GenerateRequest, StepReport
@@ -21,6 +22,10 @@ class RoutingPolicy(Protocol):
         """A request of it."""
         ...
 
+    def hand_over(self, request: GenerateRequest, engine: int) -> int | None:
+        """The engine on which a request goes on that has its first token from this one, which is for prompts."""
+        ...
+
 
 PolicyMaker = Callable[[Sequence[SimulatedEngine], int], RoutingPolicy]  # from the engines and a seed
 
@@ -32,12 +37,21 @@ class ExactRouting:
         self.router = FleetRouter()
         self._numbers = {f"engine-{number}": number for number in range(len(engines))}
         self._names = [*self._numbers]
+        pools = {name: engine.engine_pool for name, engine in zip(self._names, engines, strict=True)}
+        self._first = [name for name in self._names if pools[name] != "decode"]
+        self._later = [name for name in self._names if pools[name] != "prefill"]
         for number, engine in enumerate(engines):
-            engine.watcher.begin(self.router.join(self._names[number], BLOCK_TOKENS))
+            engine.watcher.begin(self.router.join(self._names[number], BLOCK_TOKENS, "alike"))
             self.heard(number, engine.report())
 
     def choose(self, request: GenerateRequest, session: str) -> int:
-        best = self.router.choose(request, self._names, session)[0]
+        return self._sent(self.router.choose(request, self._first, session)[0])
+
+    def hand_over(self, request: GenerateRequest, engine: int) -> int | None:
+        best, here = self.router.choose(request, self._later)[0], self._names[engine]
+        return self._sent(best) if self.router.hand_over_pays(request, here, best.engine) else None
+
+    def _sent(self, best: EngineOption) -> int:
         self.router.sent(best)
         return self._numbers[best.engine]
 

@@ -18,7 +18,7 @@ import pytest
 
 from runtime.gateway.engines.remote import RemoteEngine
 from runtime.wire.limits import Limits
-from runtime.wire.messages import Delta, GenerateRequest, Reopen, SamplingSettings
+from runtime.wire.messages import Delta, GenerateRequest, Pool, Reopen, SamplingSettings
 from tests.answering import KINDS, Whole, whole
 from tests.exported import tiny_graph
 from tests.faulty_engine import FAIL, Faulty
@@ -36,9 +36,11 @@ Start = Callable[..., ListeningEngine]
 def start(tmp_path: Path) -> Iterator[Start]:
     engines: list[ListeningEngine] = []
 
-    def started(bundle: Faulty | Path = BUNDLE, limits: Limits | None = None, unix: bool = False) -> ListeningEngine:
+    def started(
+        bundle: Faulty | Path = BUNDLE, limits: Limits | None = None, unix: bool = False, pool: Pool = "mixed"
+    ) -> ListeningEngine:
         place = f"unix:{tmp_path}/{len(engines)}" if unix else "tcp:127.0.0.1:0"
-        engines.append(ListeningEngine(tmp_path, bundle, limits, place))
+        engines.append(ListeningEngine(tmp_path, bundle, limits, place, pool))
         return engines[-1]
 
     yield started

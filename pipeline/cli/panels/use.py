@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -101,6 +101,13 @@ def engine(
         str | None,
         typer.Option(help="With --register: where gateways reach it, if not where it listens.", metavar="ADDRESS"),
     ] = None,
+    pool: Annotated[
+        Literal["mixed", "prefill", "decode"],
+        typer.Option(
+            help="What gateways of several engines give it: all of a request, prompts up to the first token, or what "
+            "follows."
+        ),
+    ] = "mixed",
     opening: EngineOptions,
     approval: ApprovalOptions,
 ) -> None:
@@ -110,7 +117,7 @@ def engine(
     """
     from pipeline.cli import engine as command
 
-    command.run(source, listen, key_file, opening, approval, register, advertise)
+    command.run(source, listen, key_file, opening, approval, register, advertise, pool)
 
 
 @on_panel()

@@ -17,6 +17,7 @@ from runtime.engine.moving.sending import BlockSender
 from runtime.wire.messages import MOST_KEYS, Add, Cancel, EngineInfo, FetchAhead, GenerateRequest, WarmUp
 
 LEAST_SECONDS, MOST_SECONDS = 0.5, 2.0  # that a request waits for a fetch, at least and at most
+AHEAD_SECONDS = 10.0  # that a fetch may take for which no request waits
 MOST_LINKS = 8
 WARM_SECONDS = 10.0  # that a new engine goes on fetching what others have used
 WARM_BYTES = 8 << 20  # fetched at once for that: requests that wait for blocks of the same engine come in between
@@ -81,7 +82,7 @@ class BlockMoves:
         """A request may wait for its blocks first."""
         now = monotonic()
         if isinstance(command, FetchAhead):
-            self._wait_for(command.tokens, command.cache_salt, command.source, now)
+            self._begin(command.tokens, command.cache_salt, command.source, now)
         elif isinstance(command, WarmUp):
             self._warm_up(command, now)
         elif isinstance(command, Cancel):
@@ -92,7 +93,7 @@ class BlockMoves:
                         self._core.add(request, arrival)
                         break
             self._core.cancel(command.id)
-        elif not (command.source and self._begin(command, now)):
+        elif not (command.source and self._waits(command, now)):
             self._core.add(command.request, now - command.age)
 
     def work(self, senders: Sequence[BlockSender]) -> bool:
@@ -121,18 +122,22 @@ class BlockMoves:
         for link in self._links.values():
             link.close()
 
-    def _begin(self, command: Add, now: float) -> bool:
+    def _waits(self, command: Add, now: float) -> bool:
         """Whether the request waits for blocks from now on."""
         request = command.request
         if request.prompt_logprobs is not None:
             return False
         tokens = [*request.prompt, *request.answered]
-        waiting = self._wait_for(tokens, request.cache_salt, command.source, now)
-        if waiting is not None:
-            waiting.requests.append((request, now - command.age))
-        return waiting is not None
+        waiting = self._begin(tokens, request.cache_salt, command.source, now)
+        if waiting is None:
+            return False
+        # To compute the blocks instead would take that long, so a request never waits twice as long for nothing.
+        patience = self._core.scheduler.costs.prompt_seconds * self._store.block_tokens * len(waiting.fetch.keys)
+        waiting.until = min(waiting.until, now + min(max(patience, LEAST_SECONDS), MOST_SECONDS))
+        waiting.requests.append((request, now - command.age))
+        return True
 
-    def _wait_for(self, tokens: Sequence[int], cache_salt: bytes, address: str, now: float) -> _Waiting | None:
+    def _begin(self, tokens: Sequence[int], cache_salt: bytes, address: str, now: float) -> _Waiting | None:
         """The fetch of the blocks of these tokens; None where there is none to be fetched."""
         store = self._store
         if not store.moves:
@@ -151,13 +156,10 @@ class BlockMoves:
         # Each running request may need a block in the next step.
         if not (blocks := store.reserve(len(missing), self._core.scheduler.running)):
             return None
-        # To compute the blocks instead would take that long, so a request never waits twice as long for nothing.
-        patience = len(blocks) * store.block_tokens * prompt_seconds
-        until = now + min(max(patience, LEAST_SECONDS), MOST_SECONDS)
-        return self._fetch(address, missing[: len(blocks)], blocks, until)
+        return self._fetch(address, missing[: len(blocks)], blocks, now)
 
-    def _fetch(self, address: str, keys: Sequence[bytes], blocks: Sequence[int], until: float) -> _Waiting:
-        waiting = self._waiting[keys[0]] = _Waiting(address, Fetch(keys, blocks), until)
+    def _fetch(self, address: str, keys: Sequence[bytes], blocks: Sequence[int], now: float) -> _Waiting:
+        waiting = self._waiting[keys[0]] = _Waiting(address, Fetch(keys, blocks), now + AHEAD_SECONDS)
         self._link(address).start(waiting.fetch)
         return waiting
 
@@ -194,7 +196,7 @@ class BlockMoves:
         if part[0] in self._waiting:  # a request's fetch begins with it
             warming.keys += reversed(part)
         else:
-            self._fetch(warming.address, part, store.reserve(len(part), 0), now + MOST_SECONDS)
+            self._fetch(warming.address, part, store.reserve(len(part), 0), now)
 
     def _end(self, waiting: _Waiting, now: float) -> None:
         """The requests run: they find what came, and compute the rest."""

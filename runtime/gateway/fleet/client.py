@@ -76,7 +76,7 @@ class FleetClient:
             left=lambda replica: self._moves.leave_draining(replica),
         )
         self._flights: set[Flight] = set()
-        self._moves = Moves(self._flights, self._members, self._change)
+        self._moves = Moves(self._flights, self._members, self.router, self._change)
         self._budget = RetryBudget(monotonic())
         self._random = Random()
         self._totals = Totals()
@@ -181,6 +181,8 @@ class FleetClient:
                     while True:
                         for delta in await stream.next():
                             if delta.tokens:
+                                if not flight.answered and replica.pool == "prefill":
+                                    self._moves.hand_over(flight)
                                 flight.brings(delta.tokens, connection.info.level)
                                 failures = 0
                                 refused.clear()
@@ -301,6 +303,8 @@ class FleetClient:
 
     def _replica_changed(self, replica: Replica) -> None:
         self._moves.leave_silent(replica)
+        if replica.state is ReplicaState.READY and not replica.suspected:
+            self._moves.warm(replica)
         self._change.notify()
 
     async def _all_ended(self, timeout: float) -> bool:

@@ -12,7 +12,8 @@ from runtime.gateway.engines.client import EngineDownError
 from runtime.gateway.engines.connection import DeltaStream
 from runtime.gateway.fleet.connection import FleetConnection
 from runtime.gateway.fleet.replica import Replica
-from runtime.wire.messages import GenerateRequest
+from runtime.wire.block_keys import block_keys
+from runtime.wire.messages import GenerateRequest, Pool
 from tapeout.errors import TapeoutError
 
 
@@ -21,7 +22,7 @@ class ElsewhereError(EngineDownError):
 
 
 class MovedError(ElsewhereError):
-    """The engine drains; the request goes on elsewhere with its blocks."""
+    """The engine drains or is for prompts; the request goes on elsewhere with its blocks."""
 
 
 @dataclass(eq=False)
@@ -46,6 +47,7 @@ class Flight:
     replica: Replica | None = None
     connection: FleetConnection | None = None
     stream: DeltaStream | None = None
+    _keys: list[bytes] = field(default_factory=list[bytes])
 
     @property
     def timeout(self) -> float:
@@ -60,6 +62,26 @@ class Flight:
         """Another engine could go on with what this one has answered."""
         return self.connection is not None and self.connection.resumes(self.request)
 
+    @property
+    def moves_blocks(self) -> bool:
+        """The engine that it is on hands its blocks out."""
+        return self.connection is not None and self.connection.info.moves_blocks
+
+    @property
+    def tail(self) -> int:
+        """Tokens behind the last full block that its engine has; the last token is never in one yet."""
+        if self.connection is None or not self.moves_blocks:
+            return 0
+        return 1 + (len(self.request.prompt) + len(self.answered) - 1) % self.connection.info.block_tokens
+
+    def block_keys(self) -> list[bytes]:
+        """Of the full blocks that its engine has."""
+        if self.connection is not None:
+            tokens, size = [*self.request.prompt, *self.answered], self.connection.info.block_tokens
+            if (len(tokens) - 1) // size > len(self._keys):
+                self._keys = block_keys(tokens[:-1], size, self.request.cache_salt, self._keys)
+        return self._keys
+
     def runs_on(self, replica: Replica) -> bool:
         return self.replica is replica and self.connection is not None and self.connection is replica.connection
 
@@ -73,7 +95,10 @@ class Flight:
         return request
 
     def candidates(self, listed: Iterable[Replica], refused: Collection[Replica] = ()) -> list[Replica]:
-        """Engines that take requests and can go on with this one; without any, those that are about to leave."""
+        """Engines that take requests and can go on with this one; without any, those that are about to leave.
+
+        Of these, the ones whose pool it is for: others only where there are none.
+        """
         found = [
             replica
             for replica in listed
@@ -81,7 +106,9 @@ class Flight:
             and replica not in refused
             and (not self.answered or replica.level == self.level)
         ]
-        return [replica for replica in found if replica.ready] or [replica for replica in found if replica.lingers]
+        found = [replica for replica in found if replica.ready] or [replica for replica in found if replica.lingers]
+        others: Pool = "prefill" if self.answered else "decode"
+        return [replica for replica in found if replica.pool != others] or found
 
     def land(self, replica: Replica, connection: FleetConnection, source: str) -> DeltaStream:
         """``source``: see :class:`EngineOption`."""
@@ -101,7 +128,7 @@ class Flight:
 
     def keep_blocks(self) -> None:
         """Where it goes next, its blocks are to be fetched from the engine that it is on, if that hands them out."""
-        if self.replica is not None and self.connection is not None and self.connection.info.moves_blocks:
+        if self.replica is not None and self.moves_blocks:
             self.left = self.replica.address
 
     def leave(self) -> None:

@@ -1,30 +1,62 @@
-"""Requests that leave an engine before they have ended: one that drains, or one that is silent."""
+"""Requests that leave an engine before they have ended: one that drains, one for prompts, or one that is silent.
+
+Where the engine is sound, the next one fetches the request's blocks while it still runs here, and the request changes
+over once they are there. What lies behind its last full block is computed there.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from contextlib import suppress
+from time import monotonic
 
 from runtime.gateway.fleet.change import Change
 from runtime.gateway.fleet.flight import ElsewhereError, Flight, MovedError
 from runtime.gateway.fleet.members import Members
 from runtime.gateway.fleet.replica import Replica, ReplicaState
+from runtime.gateway.routing.router import FleetRouter
+from runtime.wire.messages import FetchAhead, WarmUp
 
 MOVE_SECONDS = 2.0  # for the first token of a request elsewhere, until the next one leaves an engine that drains
 LOOK_SECONDS = 0.1  # between two looks for requests to move, where no change is told of
+AHEAD_SECONDS = 3.0  # that a request stays for its blocks to be fetched, and for a block to fill
+ARRIVE_SECONDS = 0.005  # between two looks whether blocks have come
+# Behind the last full block, in a request that leaves an engine that drains: each is computed anew, in a step of all
+# others. A stream that has more of them first fills its block.
+MOST_TAIL = 16
+WARM_SHARE = 0.5  # of a new engine's blocks that may come from others before it gets requests
 
 
 class Moves:
     """``flights``: all requests on their way, as they come and go."""
 
-    def __init__(self, flights: Collection[Flight], members: Members, change: Change) -> None:
-        self._flights, self._members, self._change = flights, members, change
-        self._draining: set[asyncio.Task[None]] = set()
+    def __init__(self, flights: Collection[Flight], members: Members, router: FleetRouter, change: Change) -> None:
+        self._flights, self._members, self._router, self._change = flights, members, router, change
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changing_over = asyncio.Lock()  # one stream after another
 
     def close(self) -> None:
-        for draining in self._draining:
-            draining.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def warm(self, replica: Replica) -> None:
+        """Have an engine that has just come fetch what another one has used last. It ignores that if it has blocks."""
+        info, connection = replica.info, replica.connection
+        if info is None or connection is None or not info.moves_blocks or info.pool == "decode":
+            return
+        others = [
+            other
+            for other in self._members.listed.values()
+            if other is not replica and other.ready and other.digest == replica.digest and other.level == replica.level
+        ]
+        if others:
+            most = max(others, key=lambda other: (other.stats.blocks_held + other.stats.blocks_cached, other.address))
+            connection.send(WarmUp(most.address, int(WARM_SHARE * info.blocks)))
+
+    def hand_over(self, flight: Flight) -> None:
+        """A request has its first token from an engine that is for prompts: another one goes on, where that pays."""
+        self._start(self._hand_over(flight))
 
     def leave_silent(self, replica: Replica) -> None:
         """Requests on a suspected engine go on elsewhere, where there is such a place. Else they stay: it may go on."""
@@ -35,33 +67,107 @@ class Moves:
                 flight.give_up(ElsewhereError(f"the engine at {replica.address} is silent"))
 
     def leave_draining(self, replica: Replica) -> None:
-        """Have the requests on an engine that drains go on elsewhere, where there is such a place: there they fetch
-        their blocks from this one. One after another, so that none waits for the rest of another's prompt.
+        """Have the requests on an engine that drains go on elsewhere, where there is such a place. They change over one
+        after another, so that none waits for the rest of another's prompt.
         """
-        draining = asyncio.create_task(self._drain(replica))
-        self._draining.add(draining)
-        draining.add_done_callback(self._draining.discard)
+        self._start(self._drain(replica))
+
+    def _start(self, moving: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(moving)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _drain(self, replica: Replica) -> None:
+        begun = set[Flight]()
+
+        async def move(flight: Flight) -> None:
+            try:
+                await self._move_away(flight, replica)
+            finally:
+                begun.discard(flight)
+
         while replica.state is not ReplicaState.GONE:
-            flight = next((flight for flight in self._flights if self._can_move(flight, replica)), None)
-            if flight is None:
-                await self._change.wait(LOOK_SECONDS)
-                continue
-            attempts = flight.attempts
+            for flight in list(self._flights):
+                if flight not in begun and self._can_move(flight, replica):
+                    begun.add(flight)
+                    self._start(move(flight))
+            await self._change.wait(LOOK_SECONDS)
+
+    async def _move_away(self, flight: Flight, replica: Replica) -> None:
+        """From an engine that drains."""
+        until = monotonic() + AHEAD_SECONDS
+        while self._can_move(flight, replica):
+            await self._fetch_ahead(flight, replica, until, MOST_TAIL)
+            async with self._changing_over:
+                if not self._can_move(flight, replica):
+                    return
+                if flight.tail > MOST_TAIL and monotonic() < until:  # it had to wait for others
+                    continue
+                attempts = flight.attempts
+                flight.keep_blocks()
+                flight.give_up(MovedError(f"the engine at {replica.address} drains"))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(MOVE_SECONDS):
+                        while flight in self._flights and flight.brought <= attempts:
+                            flight.progress.clear()
+                            await flight.progress.wait()
+            return
+
+    async def _hand_over(self, flight: Flight) -> None:
+        replica = flight.replica
+        if replica is None or not self._can_move(flight, replica):
+            return
+        target = self._target(flight, replica)
+        if target is None or target.pool == "prefill":
+            return
+        if not self._router.hand_over_pays(flight.next_request(), replica.address, target.address):
+            return
+        await self._fetch_ahead(flight, replica, monotonic() + AHEAD_SECONDS)
+        if self._can_move(flight, replica):
             flight.keep_blocks()
-            flight.give_up(MovedError(f"the engine at {replica.address} drains"))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(MOVE_SECONDS):
-                    while flight in self._flights and flight.brought <= attempts:
-                        flight.progress.clear()
-                        await flight.progress.wait()
+            flight.give_up(MovedError(f"the engine at {replica.address} is for prompts"))
+
+    async def _fetch_ahead(self, flight: Flight, replica: Replica, until: float, most_tail: int | None = None) -> None:
+        """Until the engine that a request would go on on has all its full blocks, and no more tokens lie behind them.
+
+        At once where blocks cannot be moved there.
+        """
+        target, asked = None, 0
+        while self._can_move(flight, replica) and monotonic() < until:
+            if target is None or not target.ready:
+                target, asked = self._target(flight, replica), 0
+            connection = None if target is None else target.connection
+            if target is None or connection is None or not (flight.moves_blocks and connection.info.moves_blocks):
+                return
+            keys = flight.block_keys()
+            if asked < len(keys):
+                tokens = (*flight.request.prompt, *flight.answered)
+                connection.send(FetchAhead(tokens, flight.request.cache_salt, replica.address))
+                asked = len(keys)
+            there = self._router.index.resumable(keys).get(target.address, 0) == len(keys)
+            if there and (most_tail is None or flight.tail <= most_tail):
+                return
+            await asyncio.sleep(ARRIVE_SECONDS)
+
+    def _target(self, flight: Flight, replica: Replica) -> Replica | None:
+        """The engine on which a request would go on."""
+        found = flight.candidates(self._members.listed.values(), {replica})
+        if not found:
+            return None
+        option = self._router.choose(flight.next_request(), [one.address for one in found], flight.session)[0]
+        return self._members.listed[option.engine]
 
     def _can_move(self, flight: Flight, replica: Replica) -> bool:
         """One without a token stays until it has some: its blocks are not there yet. One that no other engine can go
         on with ends where it is.
         """
-        return flight.runs_on(replica) and bool(flight.answered) and flight.resumes and self._has_other(flight, replica)
+        return (
+            flight in self._flights
+            and flight.runs_on(replica)
+            and bool(flight.answered)
+            and flight.resumes
+            and self._has_other(flight, replica)
+        )
 
     def _has_other(self, flight: Flight, replica: Replica) -> bool:
         return bool(flight.candidates(self._members.listed.values(), {replica}))

@@ -25,7 +25,7 @@ from runtime.gateway.engines.client import OpenEngine
 from runtime.gateway.fleet.connection import FleetConnection
 from runtime.gateway.fleet.retries import probe_seconds
 from runtime.gateway.routing.router import FleetRouter
-from runtime.wire.messages import EngineInfo, EngineStats, StepReport
+from runtime.wire.messages import EngineInfo, EngineStats, Pool, StepReport
 from tapeout.errors import one_line
 
 WATCH_SECONDS = 0.1  # between two looks at an engine
@@ -107,6 +107,10 @@ class Replica:
     @property
     def level(self) -> str:
         return "" if self.connection is None else self.connection.info.level
+
+    @property
+    def pool(self) -> Pool:
+        return "mixed" if self.info is None else self.info.pool
 
     @property
     def digest(self) -> str:

@@ -118,6 +118,7 @@ class FleetView(Collector, Hook):
                 "state": status.state.value,
                 "reason": status.why or None,
                 "level": status.info.level if status.info else None,
+                "pool": status.info.pool if status.info else None,
                 "digest": status.info.digest if status.info else None,
                 "requests": status.own,
                 "running": status.stats.running,

@@ -99,6 +99,24 @@ class FleetRouter:
             options.append(option)
         return ranked(options, session.encode("utf-8", "surrogatepass") or tie)
 
+    def hand_over_pays(self, request: GenerateRequest, source: str, target: str) -> bool:
+        """Whether the rest of an answer, with what it takes to move it, comes sooner from ``target`` than from
+        ``source``, whose steps also compute prompts. It does until both have measured their steps.
+        """
+        here, engine = self._engines[source].load, self._engines[target]
+        there, tokens = engine.load, len(request.prompt) + len(request.answered)
+        stays = here.decode_seconds + here.chunk_tokens * here.prompt_seconds
+        if not (stays and there.decode_seconds and there.prompt_seconds):
+            return True
+        rest = max(1, min(request.max_new_tokens - len(request.answered), there.answer_tokens or tokens))
+        blocks = (tokens - 1) // engine.block_tokens
+        if there.fetch_seconds and engine.kind and engine.kind == self._engines[source].kind:
+            moved = FETCH_SECONDS + step_seconds(here) + blocks * there.fetch_seconds
+            tokens -= blocks * engine.block_tokens
+        else:
+            moved = 0.0
+        return moved + tokens * there.prompt_seconds + rest * step_seconds(there) < rest * stays
+
     def sent(self, option: EngineOption) -> None:
         """A request is on its way to the engine of an option: the next choice counts it."""
         engine = self._engines[option.engine]

@@ -1,0 +1,148 @@
+"""Two engines for prompts and two for what follows, in processes of their own: the same answers, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.gateway.fleet.client import FleetClient
+from runtime.wire.messages import GenerateRequest
+from tests.answering import KINDS, Whole, whole
+from tests.exported import build_float, tiny_graph
+from tests.faulty_engine import Faulty
+from tests.fleet import connected
+from tests.integration.test_moved_blocks import BLOCK, BUNDLE, asked, prompt
+from tests.listening_engine import ListeningEngine
+from tests.tiny import tiny_texts
+from tests.waiting import until
+
+POOLS = ("prefill", "prefill", "decode", "decode")
+# Steps take long enough that a request is still there when a test looks at it.
+SLOW = replace(BUNDLE, step_seconds=0.01)
+
+
+class Pools:
+    """Engines of each pool, and one of its own that answers all of a request."""
+
+    def __init__(self, folder: Path, bundle: Faulty | Path) -> None:
+        self.alone = ListeningEngine(folder, bundle)
+        self.engines = [ListeningEngine(folder, bundle, pool=pool) for pool in POOLS]  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for engine in (self.alone, *self.engines):
+            engine.process.send_signal(signal.SIGCONT)
+            engine.close()
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Iterator[Pools]:
+    found = Pools(tmp_path, SLOW)
+    yield found
+    found.close()
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test, 120)
+
+    asyncio.run(bounded())
+
+
+async def answers(client: FleetClient, requests: Sequence[GenerateRequest]) -> list[Whole]:
+    async def one(request: GenerateRequest) -> Whole:
+        return whole([delta async for delta in client.generate(request)])
+
+    return await asyncio.gather(*map(one, requests))
+
+
+async def expected(folder: Path, engine: ListeningEngine, requests: Sequence[GenerateRequest]) -> list[Whole]:
+    (there := folder / "alone").mkdir()
+    (there / "key").write_bytes(engine.key.read_bytes())
+    async with connected(there, [engine]) as client:
+        return await answers(client, requests)
+
+
+async def all_ready(client: FleetClient, count: int) -> None:
+    await until(lambda: sum(status.state.value == "ready" for status in client.statuses()) == count)
+
+
+REQUESTS = [replace(asked(f"{number}", prompt(number)), max_new_tokens=60) for number in range(12)]
+
+
+def test_prompts_are_computed_in_one_pool_and_answers_in_the_other(pools: Pools, tmp_path: Path) -> None:
+    """Planted: a request that stays where its prompt was computed, and one whose prompt is computed again."""
+
+    async def test() -> None:
+        wanted = await expected(tmp_path, pools.alone, REQUESTS)
+        async with connected(tmp_path, pools.engines) as client:
+            await all_ready(client, 4)
+            assert await answers(client, REQUESTS) == wanted
+            assert client.counts["moves"] == len(REQUESTS) and not client.counts["resumptions"]
+            stats = [status.stats for status in client.statuses()]
+            prompts, decodes = stats[:2], stats[2:]
+            assert all(one.prefix_hits == 0 and one.blocks_sent for one in prompts), "each had some of the prompts"
+            assert sum(stats.generated_tokens for stats in decodes) > 30 * len(REQUESTS)
+            computed = sum(stats.prefix_queries - stats.prefix_hits for stats in decodes)
+            assert computed <= len(REQUESTS) * 4 * BLOCK, "the tokens behind the last full block, and those since"
+            assert not any(stats.fetches_failed for stats in decodes)
+
+    run(test())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("dead", [0, 2])
+def test_an_engine_of_either_pool_dies(pools: Pools, tmp_path: Path, dead: int, how: signal.Signals) -> None:
+    async def test() -> None:
+        wanted = await expected(tmp_path, pools.alone, REQUESTS)
+        async with connected(tmp_path, pools.engines) as client:
+            await all_ready(client, 4)
+            running = asyncio.ensure_future(answers(client, REQUESTS))
+            address = pools.engines[dead].address
+            await until(lambda: any(s.address == address and s.own for s in client.statuses()))
+            pools.engines[dead].process.send_signal(how)
+            assert await running == wanted and not client.counts["lost"]
+
+    run(test())
+
+
+def test_without_the_other_pool_each_does_all(pools: Pools, tmp_path: Path) -> None:
+    async def test() -> None:
+        wanted = await expected(tmp_path, pools.alone, REQUESTS)
+        for engines in (pools.engines[:2], pools.engines[2:]):
+            async with connected(tmp_path, engines) as client:
+                await all_ready(client, 2)
+                assert await answers(client, REQUESTS) == wanted and not client.counts["moves"]
+
+    run(test())
+
+
+def test_every_kind_of_request_changes_over_to_the_bit(tmp_path: Path) -> None:
+    """With a bundle that was built."""
+    from tokenizers import Tokenizer
+
+    bundle = build_float(tiny_graph(), tmp_path / "engine", 16).folder
+    encode, found = Tokenizer.from_file(str(bundle / "tokenizer.json")).encode, Pools(tmp_path, bundle)
+
+    async def test() -> None:
+        async with connected(tmp_path, found.engines) as client:
+            await all_ready(client, 4)
+            stops = client.info.stop_tokens
+            requests = [
+                GenerateRequest(
+                    f"{number}", encode(tiny_texts(1, number)[0]).ids[:150], 80, stop_tokens=stops, **fields
+                )
+                for number, fields in enumerate(KINDS.values())
+            ]
+            wanted = await expected(tmp_path, found.alone, requests)
+            assert await answers(client, requests) == wanted
+            assert client.counts["moves"] and not client.counts["lost"]
+
+    try:
+        run(test())
+    finally:
+        found.close()
