@@ -315,6 +315,23 @@ def test_a_gateway_names_the_engine_that_has_a_prompt_and_is_busy(start: Start, 
     run(test())
 
 
+def test_a_new_engine_is_warmed_before_it_gets_requests(start: Start, tmp_path: Path) -> None:
+    """Planted: an engine that is told to warm up by nobody."""
+
+    async def test() -> None:
+        one, other = start(), start()
+        async with connected(tmp_path, [one]) as client:
+            wanted = whole([delta async for delta in client.generate(asked("a", prompt()))])
+            write_list(tmp_path, [one.address, other.address])
+            await until(lambda: client.statuses()[-1].stats.blocks_fetched >= BLOCKS)
+            assert not client.statuses()[-1].stats.steps, "without a request"
+        async with connections(tmp_path, other) as (new,):
+            found = await answers(new, asked("b", prompt()))
+            assert whole(found) == wanted and found[0].cached_tokens == BLOCK * BLOCKS
+
+    run(test())
+
+
 # --- an engine that drains -------------------------------------------------------------------------------------------
 
 NEW = 150

@@ -24,7 +24,7 @@ SERVER_FAULT = 500  # of the HTTP statuses, the least
 FLEET_COUNTERS = {
     "retries": "Requests without a token that were sent to another engine.",
     "resumptions": "Requests with tokens that went on on another engine.",
-    "moves": "Requests that left an engine that drains, and went on elsewhere with their blocks.",
+    "moves": "Requests that left an engine that drains or is for prompts, and went on elsewhere with their blocks.",
     "lost": "Requests with an error because no engine went on with them.",
 }
 
