@@ -212,12 +212,15 @@ class Scheduler:
         decodes = len(self._planned)
         budget = prompt_budget = self.costs.prompt_budget(decodes, budget, backlog)
         scored = self.limits.scored_tokens
+        if prompts and len(self._active) > 1 and self.preemptions == before:
+            # A tenant that was served less does not wait for the prompts of others that run.
+            budget, scored = self._admit(budget, scored, now, self._rank(prompts[0], now))
         for sequence in prompts:
             if budget and sequence.id in self._running:
                 fed, scored = self._feed_prompt(sequence, budget, scored, now)
                 budget -= fed
         if self.preemptions == before:  # else those that were preempted would be admitted right away
-            budget = self._admit(budget, scored, now)
+            budget, _ = self._admit(budget, scored, now)
         # Not beside prompts: their tokens must be computed in any case, and a guess may be wrong.
         if drafts and budget == prompt_budget:
             self._add_drafts(drafts, self.costs.draft_budget(decodes, self.limits.step_tokens - decodes))
@@ -315,16 +318,18 @@ class Scheduler:
                 self._planned[sequence.id] = work._replace(tokens=tokens, drafts=count)
                 budget -= count
 
-    def _admit(self, budget: int, scored: int, now: float) -> int:
+    def _admit(self, budget: int, scored: int, now: float, before: Rank | None = None) -> tuple[int, int]:
         """Waiting requests run while there is budget, and room for their tokens so far and those that are expected.
-        What is left of the budget.
+        What is left of the budgets. ``before``: only those of a higher rank.
 
         One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
         """
         if not budget or len(self._running) >= self.limits.max_running:
-            return budget
+            return budget, scored
         for sequence in self._queue.ranked(now):
             if not budget or len(self._running) >= self.limits.max_running:
+                break
+            if before is not None and self._rank(sequence, now) >= before:
                 break
             match = self.cache.match(sequence.lease, sequence.tokens, self._most_cached(sequence))
             if match.awaited:
@@ -338,7 +343,7 @@ class Scheduler:
             self._running[sequence.id] = sequence
             fed, scored = self._feed_prompt(sequence, budget, scored, now)
             budget -= fed
-        return budget
+        return budget, scored
 
     def _demands(self, candidate: _Sequence, now: float) -> list[Demand]:
         """What a candidate and the running requests are expected to need.

@@ -289,6 +289,17 @@ def test_tenants_get_equal_shares() -> None:
     assert sum(id.startswith("b") for id in order) == 2
 
 
+def test_a_tenant_that_was_served_less_does_not_wait_for_a_prompt_that_runs() -> None:
+    """Planted: whatever runs is fed first, so the other tenant waits until that prompt is computed."""
+    made = scheduler(64, step_tokens=8)
+    made.add(GenerateRequest("long", [1] * 60, 1, tenant="much"), 0)
+    advance(made)
+    made.add(GenerateRequest("short", [2] * 6, 1, tenant="little"), 0)
+    advance(made)  # one that comes counts as served like the others
+    fed = {work.id: len(work.tokens) for work in made.plan(0)}
+    assert fed == {"short": 6, "long": 2}
+
+
 def test_what_can_never_run_is_refused_at_once() -> None:
     made = scheduler(blocks=2)
     with pytest.raises(RequestError, match="7 prompt tokens and 3 new ones") as caught:
