@@ -19,7 +19,7 @@ from benchmarks.fleet.run import compare
 from benchmarks.fleet.traffic import single_turn
 from runtime.gateway.fleet.client import FleetClient
 from runtime.simulation.engine import MAX_TOKENS, SimulatedEngine
-from runtime.simulation.fleet import FleetFigures, FleetShape, simulate
+from runtime.simulation.fleet import FleetFigures, FleetShape, FleetSimulation, simulate
 from runtime.simulation.routing import ExactRouting
 from runtime.simulation.traffic import Conversation, Traffic, Turn, multi_turn, read_trace
 from runtime.wire.messages import Delta, GenerateRequest
@@ -53,6 +53,32 @@ def test_the_index_of_ours_is_what_the_pools_hold() -> None:
     for engine in engines:
         engine.scheduler.check()
         assert not engine.scheduler.running + engine.scheduler.waiting
+
+
+def test_answers_change_over_from_engines_for_prompts_to_those_for_decoding() -> None:
+    """Planted: an answer that stays where its prompt was computed, and one whose prompt is computed again."""
+    traffic = single_turn(0, seconds=4, rate=20, prompt_tokens=200, answer_tokens=60)
+    shape = FleetShape(4, 60_000, prefill=2)
+    simulation = FleetSimulation(traffic, BUNDLES["default"], shape)
+    fed = [0, 0]  # tokens of prompts, by pool
+
+    def seen(engine: SimulatedEngine) -> None:
+        begin = engine.begin
+
+        def begun(now: float) -> float | None:
+            end = begin(now)
+            fed[engine.engine_pool == "decode"] += sum(
+                len(work.tokens) for work in engine._works if len(work.tokens) > 1
+            )
+            return end
+
+        engine.begin = begun  # type: ignore[method-assign]
+
+    for engine in simulation._engines:
+        seen(engine)
+    figures = simulation.run()
+    assert figures == FleetSimulation(traffic, BUNDLES["default"], shape).run() and figures.requests > 50
+    assert min(engine.steps for engine in simulation._engines) > 100 and 0 < fed[1] < 0.4 * fed[0]
 
 
 def test_conversations_find_their_blocks_where_they_were_answered() -> None:

@@ -50,8 +50,8 @@ class Moves:
             for other in self._members.listed.values()
             if other is not replica and other.ready and other.digest == replica.digest and other.level == replica.level
         ]
-        if others:
-            most = max(others, key=lambda other: (other.stats.blocks_held + other.stats.blocks_cached, other.address))
+        most = max(others, key=_known_blocks, default=replica)
+        if _known_blocks(most):
             connection.send(WarmUp(most.address, int(WARM_SHARE * info.blocks)))
 
     def hand_over(self, flight: Flight) -> None:
@@ -171,3 +171,7 @@ class Moves:
 
     def _has_other(self, flight: Flight, replica: Replica) -> bool:
         return bool(flight.candidates(self._members.listed.values(), {replica}))
+
+
+def _known_blocks(replica: Replica) -> int:
+    return replica.stats.blocks_held + replica.stats.blocks_cached
