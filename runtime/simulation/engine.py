@@ -39,8 +39,8 @@ class StepEnd:
 class SimulatedEngine:
     """``blocks``: of KV memory. ``slots``: of recurrent state, also for snapshots. 0 of what its model does not have.
 
-    Requests that arrive in a step are seen after it, as by the real one.
-    ``engine_pool``: see :class:`EngineInfo`. ``block_seconds``: to fetch a block; 0 where it cannot.
+    Requests that arrive in a step are seen after it, as by the real one. ``engine_pool``: see :class:`EngineInfo`.
+    ``block_seconds``: to fetch a block; 0 where it cannot.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ class EngineSettings:
 
     ``slots``: room for so many sequences of full length; as built if None. ``kv_bytes``: most memory of the KV cache,
     instead of ``slots``. ``snapshots``: of recurrent state that are kept for prefixes; one for each of these sequences
-    if None. ``snapshot_share``: instead, of all memory of state, 0 to below 1. ``public_key``: a file;
-    it and ``level``: see :func:`engines.load.load`.
+    if None. ``snapshot_share``: instead, of all memory of state, 0 to below 1. ``public_key``: a file.
+    ``public_key``, ``level``: see :func:`engines.load.load`.
     ``background``: the process runs only while no other wants the processor. ``pool``: see :class:`EngineInfo`.
     """
 

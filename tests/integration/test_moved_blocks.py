@@ -334,7 +334,7 @@ def test_a_new_engine_is_warmed_before_it_gets_requests(start: Start, tmp_path: 
 
 # --- an engine that drains -------------------------------------------------------------------------------------------
 
-NEW = 150
+NEW = 300  # more than a busy machine makes before the last one has moved
 SLOW = replace(BUNDLE, step_seconds=0.01)
 
 
