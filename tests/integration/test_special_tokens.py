@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from pipeline.export.tokenizer import load_tokenizer
 from pipeline.sources.cache import ENTRY, entry_folder
-from pipeline.sources.locations import fetch_source
+from pipeline.sources.copying import fetch_source
 from pipeline.stages.code import module_hashes
 from tests.command import ROOT, served
 from tests.exported import build_float
