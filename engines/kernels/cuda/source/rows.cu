@@ -31,6 +31,7 @@ template <class Values>
 __device__ __forceinline__ void quantize_row(const Values& value_at, int fourths, float (&warps)[ROW_WARPS], void* y,
                                              float* scales, int64_t row) {
   float largest = 0;
+#pragma unroll 1 /* unrolled, norm_rows has too few registers on sm100 */
   for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) {
     const float4 x = value_at(i);
     largest = larger(larger(larger(larger(largest, x.x), x.y), x.z), x.w);
