@@ -1,7 +1,8 @@
 """QuantizedModel: a checkpoint in the compressed-tensors layout, and how every linear in it came to be.
 
 The folder is a Hugging Face checkpoint (``config.json`` with its ``quantization_config``, ``model.safetensors`` or
-shards with an index, tokenizer files) that transformers loads by itself, unless experts of a mixture are quantized.
+shards with an index, tokenizer files) that transformers loads by itself, unless experts of a mixture are quantized. It
+refuses linears in FP8, whose bytes have a layout of our own.
 When the KV cache is int8, int4 or fp8 there is ``kv_scales.safetensors``, too: float32 ``layers.N.k_scale`` and
 ``layers.N.v_scale``, ``[kv heads, head size]``, and in the metadata the ``bits`` of their codes.
 """

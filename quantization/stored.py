@@ -167,7 +167,7 @@ LAYOUTS: Mapping[str, Layout] = {
         (
             StoredPart("weight", ("U8",), ("N", "K")),
             StoredPart("weight_scale", ("F16", "F32"), ("N", "K/g")),
-            StoredPart("input_scale", ("F32",), ("1",)),
+            StoredPart("input_scale", ("F32",), ("1",), needed="static"),
         ),
         _weight_size,
     ),

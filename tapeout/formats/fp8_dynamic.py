@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tapeout import e4m3
+from tapeout.formats.fp8 import LAYOUT
 from tapeout.formats.int8 import same
 from tapeout.number_format import (
     AnyArray,
@@ -25,18 +26,18 @@ from tapeout.number_format import (
     storable,
     stored_scales,
 )
-from tapeout.packed_codes import BYTES, PackedCodes
+from tapeout.packed_codes import PackedCodes
 
 _SMALLEST_SCALE = np.float32(1e-33)  # see tapeout/integers.py
 
 
 @dataclass(frozen=True)
 class Fp8Dynamic(PackedCodes):
-    """A code is the byte of its float. A checkpoint holds it as int8: numpy has no type for it."""
+    """A code is the byte of its float, and a checkpoint holds these bytes as such, as those of ``fp8``."""
 
     number_type: str = "float"
     grouped: bool = False
-    layout: str = BYTES
+    layout: str = LAYOUT
     integer_bits: int = 0  # integers of 8 bits hold no such floats
 
     def fit(self, weight: FloatArray, grouping: Grouping, shrink: float = 1.0) -> Grid:
@@ -62,10 +63,10 @@ class Fp8Dynamic(PackedCodes):
         return self.decode_bytes(tensors)
 
     def encode_bytes(self, weight: Coded) -> dict[str, AnyArray]:
-        return {"weight": weight.codes.view(np.int8), "weight_scale": stored_scales(weight.scales)}
+        return {"weight": weight.codes, "weight_scale": stored_scales(weight.scales)}
 
     def decode_bytes(self, tensors: Tensors) -> Coded:
-        return Coded(tensors["weight"].view(np.uint8), tensors["weight_scale"].astype(np.float32), None)
+        return Coded(tensors["weight"], tensors["weight_scale"].astype(np.float32), None)
 
     def arguments(self, grouping: Grouping) -> dict[str, Any]:
         return {"weights": self.numbers(grouping) | {"strategy": "channel"}}

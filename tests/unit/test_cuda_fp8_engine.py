@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from engines.bundle import EngineBundle
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
@@ -15,9 +16,11 @@ from engines.protocol import Engine, Entry, FloatArray
 from evals.kinds.parity.measure import compare
 from pipeline.stages.candidate import build_candidate
 from quantization.calibrate import calibrate
+from quantization.calibration import Calibration
 from quantization.checkpoint import QuantizedModel
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
+from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
@@ -95,6 +98,23 @@ def test_an_engine_computes_what_its_checkpoint_says(
         items = compare(probe, reference, [words(90, 3)], head=head)
         worst.append(max(item.worst_error for item in items))
     assert worst[0] < 0.01 < 0.02 < worst[1], worst  # the gate's bound
+
+
+def test_other_readers_refuse_the_checkpoint_instead_of_taking_bytes_for_integers(
+    quantized: Artifact[QuantizedModel],
+) -> None:
+    with pytest.raises(ValueError, match=r"format\n.*float-quantized"):
+        AutoModelForCausalLM.from_pretrained(quantized.folder)
+
+
+def test_a_model_without_recurrences_keeps_no_state_in_bfloat16(
+    graph: Artifact[PortableGraph], quantized: Artifact[QuantizedModel], tmp_path: Path
+) -> None:
+    """Its evidence has no states to compare, and would be refused for that."""
+    calibration = artifact.load(quantized.folder.parent / "calibration", Calibration)
+    asked = RECIPE.model_copy(update={"plan": RECIPE.plan.model_copy(update={"recurrent_state": "bfloat16"})})
+    found = quantize(asked.quantize, graph, calibration, written_plan(asked, graph, tmp_path / "p"), tmp_path / "q")
+    assert found.record.recurrent_state == "float32" and found.record.summary == quantized.record.summary
 
 
 def logits_of(engine: Engine, entries: list[Entry]) -> list[FloatArray]:
