@@ -66,7 +66,7 @@ class QuantizedReference:
         recurrent_state: str = "float32",
     ) -> None:
         self.model, linears, experts = _load(folder)
-        self._experts = {at: grid for at, grid in experts.items() if int8_activations and not grid.by_token}
+        self._experts = {at: grid for at, grid in experts.items() if int8_activations}
         stored = KVScales.read(folder)
         self.kv_scales = {name: torch.from_numpy(scale) for name, scale in stored.scales.items()}
         self.kv_dtype = stored.dtype

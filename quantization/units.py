@@ -155,10 +155,10 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
     def matching(name: str, experts: int) -> Scheme:
         for rule in rules:
             if _matches(rule, name):
-                if experts and rule.scheme.activations != "float":
+                if experts and rule.scheme != FLOAT and rule.scheme.group_size is None:
                     raise QuantizationError(
                         f"rule {rule.match!r} of plan.schemes gives {name} {rule.scheme.name}",
-                        expected="codes in groups, or float: the inputs of experts have no static scale",
+                        expected="codes in groups, or float: no kernel of experts takes one scale per output channel",
                         remedy='add a rule that matches "layers.*.experts_*" before it',
                     )
                 return rule.scheme

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_serializer, model_validator
 
 from tapeout.artifact import Frozen
-from tapeout.schemes import Scheme
+from tapeout.schemes import FLOAT, Scheme
 
 ROOT = Path(__file__).parents[1]
 TARGETS, METHODS = ROOT / "engines" / "targets", ROOT / "quantization" / "methods"
@@ -169,6 +169,8 @@ class Plan(Section):
     def _embeddings_are_weight_only(cls, scheme: Embeddings) -> Embeddings:
         if scheme != "auto" and scheme.activations != "float":
             raise ValueError("activations must be float: an embedding is gathered, and lm_head shares it")
+        if scheme not in ("auto", FLOAT) and scheme.group_size is None:
+            raise ValueError(f"format must have groups: no kernel gathers rows of {scheme.name}")
         if scheme != "auto" and not scheme.symmetric:
             raise ValueError("symmetric must be true: an embedding with zero points loads nowhere else")
         return scheme

@@ -72,7 +72,11 @@ class Scheme(Frozen):
     @model_validator(mode="after")
     def _known(self) -> Scheme:
         if self.format not in formats():
-            needed = [str(found.bits) for found in formats().values() if found.activations == self.activations]
+            known = [found for found in formats().values() if found.activations == self.activations]
+            needed = [str(found.bits) for found in known]
+            if str(self.bits) in needed:
+                names = " or ".join(found.name for found in known if found.bits == self.bits)
+                raise ValueError(f"activations: {self.activations} needs format: {names}, found none")
             raise ValueError(f"activations: {self.activations} needs bits: {' or '.join(needed)}, found {self.bits}")
         found = formats()[self.format]
         if (found.bits, found.activations) != (self.bits, self.activations):

@@ -99,6 +99,8 @@ def test_units_menus_and_rules_know_experts() -> None:
     assert STATIC_INT8 in candidates_of(group_named("layers.0.qkv"))
     with pytest.raises(QuantizationError, match=r"gives layers\.0\.experts_up static int8"):
         resolve(graph, [Rule(match="*", scheme=STATIC_INT8)])
+    with pytest.raises(QuantizationError, match=r"gives layers\.0\.experts_up fp8-dynamic"):
+        resolve(graph, [Rule(match="*", scheme=Scheme.model_validate({"format": "fp8-dynamic"}))])
     dense = family_graph("llama").record
     assert resolve(dense, [Rule(match="layers.*.experts_*", scheme=FLOAT), Rule(match="*", scheme=STATIC_INT8)])
 

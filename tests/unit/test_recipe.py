@@ -120,6 +120,7 @@ def test_defaults_fill_what_is_not_said(tmp_path: Path) -> None:
         ({"plan": {"kv_cache": "int8"}}, "plan.kv_cache: Input should be 'auto' (found 'int8')"),
         ({"plan": {"context": 0}}, "plan.context"),
         ({"plan": {"embeddings": {"bits": 8}}}, "plan.embeddings: symmetric must be true"),
+        ({"plan": {"embeddings": {"format": "fp8-dynamic"}}}, "plan.embeddings: format must have groups"),
         ({"plan": {"embeddings": "auto", "kv_cache": "auto"}}, "plan: auto for embeddings and kv_cache, but schemes"),
         ({"plan": {"embeddings": "auto"}}, "plan: auto for embeddings, but schemes are written out"),
         ({"evaluate": {"tasks": []}}, "evaluate.tasks"),

@@ -120,6 +120,7 @@ def test_a_scheme_is_known_by_its_bits_or_by_its_format() -> None:
         ({"format": "int3"}, "format: expected one of .*float, .*found int3"),
         ({"format": "int4", "bits": 5}, "format: int4 has 4 bits and activations float, found 5 and float"),
         ({"bits": 4, "activations": "int8"}, "activations: int8 needs bits: 8, found 4"),
+        ({"bits": 8, "activations": "fp8"}, "activations: fp8 needs format: fp8, found none"),
     ):
         with pytest.raises(ValueError, match=message):
             Scheme.model_validate(given)
