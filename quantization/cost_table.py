@@ -19,6 +19,7 @@ from quantization.units import (
 )
 from tapeout.operators.experts import share_read
 from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.quantized import is_e4m3
 from tapeout.recipe import THROUGHPUT_STREAMS, KVCache, Plan
 from tapeout.schemes import FLOAT, Scheme
 from tapeout.state import SEQUENCE_SLOTS, slot_bytes
@@ -134,10 +135,12 @@ def declared_costs(
     target: str,
     slots: int,
     float_bits: int,
+    fp8_inputs: bool = False,
 ) -> CostTable:
     """The table of a target with no device at hand: bytes by schemes, seconds by its declared throughput.
 
-    ``float_bits``: of what is not quantized. ``slots``: sequences whose KV cache counts.
+    ``float_bits``: of what is not quantized. ``slots``: sequences whose KV cache counts. ``fp8_inputs``: kernels round
+    inputs to E4M3 beside weights in E4M3.
     """
     tokens = sorted({1, *workload_of(plan)})  # prefill computes one position of lm_head
     context = min(plan.context, graph.max_positions)
@@ -150,9 +153,10 @@ def declared_costs(
         for scheme in schemes:
             bits = float_bits if scheme == FLOAT else scheme.bits_per_weight(columns)
             size = math.ceil(columns * outputs * bits / 8)
+            inputs = "fp8" if fp8_inputs and scheme != FLOAT and is_e4m3(scheme) else scheme.activations
             sizes[columns, outputs][scheme.name] = size
             seconds[columns, outputs][scheme.name] = {
-                count: throughput.seconds(size, 2 * count * columns * outputs, scheme.activations) for count in counts
+                count: throughput.seconds(size, 2 * count * columns * outputs, inputs) for count in counts
             }
     channels = 2 * graph.kv_heads * graph.head_size  # of keys and values
     attention = {

@@ -11,6 +11,7 @@ from engines.compile import build
 from engines.target import GraphTarget, Target
 from quantization.checkpoint import KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
+from quantization.kv_cache import BITS
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
@@ -26,6 +27,17 @@ def require_computed(target: Target[Any], schemes: Iterable[Scheme]) -> None:
             f"linears in {', '.join(refused)}, which {target.name} does not compute",
             expected=f"activations in {' or '.join(computed)}",
             remedy="choose other schemes in plan.schemes, or build for a target that has them (docs/targets.md)",
+        )
+
+
+def require_kept(target: Target[Any], dtype: str) -> None:
+    """:class:`BuildError` for keys and values in codes that the target does not read."""
+    known = [known for known in target.capabilities.kv_dtypes if known in BITS]
+    if dtype in BITS and dtype not in known:
+        raise BuildError(
+            f"plan.kv_cache.dtype: {dtype}, which {target.name} does not keep",
+            expected=" or ".join(("float32", *known)),
+            remedy="choose another plan.kv_cache.dtype, or build for a target that has it (docs/targets.md)",
         )
 
 

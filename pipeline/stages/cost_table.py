@@ -81,10 +81,18 @@ def declared(
     target: Target[Any], recipe: BaseRecipe, graph: PortableGraph, plan: Plan, candidates: Candidates
 ) -> CostTable:
     """See :func:`quantization.cost_table.declared_costs`; what is not quantized has 16 bits on such targets."""
-    throughput = target.capabilities.throughput
+    throughput, slots = target.capabilities.throughput, recipe.build.slots
     assert throughput is not None
-    slots = recipe.build.slots
-    return declared_costs(graph, plan, candidates, throughput, target=target.name, slots=slots, float_bits=16)
+    return declared_costs(
+        graph,
+        plan,
+        candidates,
+        throughput,
+        target=target.name,
+        slots=slots,
+        float_bits=16,
+        fp8_inputs=target.capabilities.fp8_activations,
+    )
 
 
 def timed(plan: PrecisionPlan, recipe: BaseRecipe, graph: PortableGraph) -> PrecisionPlan:

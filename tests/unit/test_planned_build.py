@@ -29,21 +29,26 @@ from pipeline.stages.candidate import build_candidate
 from pipeline.stages.cost_table import cost_table
 from pipeline.stages.hardware import BuildRequest
 from pipeline.stages.target_candidates import target_candidates
+from pipeline.stages.wiring import STAGES
 from quantization.calibrate import calibrate
 from quantization.checkpoint import QuantizedModel
 from quantization.plan import PLAN_FILE, PrecisionPlan
+from quantization.quantize import quantize
 from quantization.units import HEAD
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError, RecipeError
-from tapeout.schemes import FLOAT, FP8, STATIC_INT8
+from tapeout.recipe import KVCache, Rule
+from tapeout.schemes import FLOAT, FP8, STATIC_INT8, Scheme
 from tapeout.throughput import Throughput
 from tests.exported import tiny_graph
+from tests.plans import written_plan
 
 SAMPLES, TOKENS = 24, 96
 BUDGETS = {"fp8": 4e-4, "auto": 4e-4}  # nats per token, for the tiny llama
 # For prompts alone: FP8 computes fastest, and costs this model more than 4 bits do, whose inputs stay in float.
 PROMPTS = {128: 1.0}
+MANY = 4096  # tokens of a step whose time is that of computing
 PARAMS = {
     "model": {"source": "file:m"},
     "data": {"source": "file:d"},
@@ -200,6 +205,20 @@ def test_a_planned_unit_that_is_not_obeyed_is_found(
     assert "otherwise than planned" in refused.value.found and found in refused.value.found
 
 
+def test_linears_of_a_checkpoint_that_its_precision_does_not_have_are_refused(
+    project: Path, tmp_path: Path, target: TensorRT
+) -> None:
+    """Evidence of fp8 and auto counts on it: it asks which linears are in float of int4 alone."""
+    request = request_for(project, tmp_path, "fp8")
+    rules = (Rule(match="layers.0.*", scheme=FP8), Rule(match="*", scheme=Scheme(bits=8, symmetric=True)))
+    plan = request.recipe.plan.model_copy(update={"schemes": rules, "kv_cache": KVCache(dtype="float32")})
+    graph, recipe = tiny_graph(), request.recipe.model_copy(update={"plan": plan})
+    planned = written_plan(recipe, graph, tmp_path / "plan")
+    quantized = quantize(recipe.quantize, graph, request.calibration, planned, tmp_path / "quantized")
+    with pytest.raises(BuildError, match="float instead of int8"):
+        lowered(replace(request, checkpoint=quantized.folder), target)
+
+
 def test_a_recipe_with_too_few_samples_is_refused(project: Path, tmp_path: Path, target: TensorRT) -> None:
     with pytest.raises(RecipeError, match=r"plan\.samples is 20"):
         lowered(request_for(project, tmp_path, "auto", samples=20), target)
@@ -230,6 +249,31 @@ def test_a_gpu_without_a_device_is_planned_for_by_what_it_declares(project: Path
         assert all(size < sizes["fp32"] for scheme, size in sizes.items() if scheme != "fp32")
         one = {scheme: seconds[1] for scheme, seconds in table.seconds[columns, outputs].items()}
         assert min(one, key=one.__getitem__) == min(sizes, key=sizes.__getitem__), "one token is bandwidth-bound"
+
+
+def test_linears_in_fp8_are_as_fast_as_the_target_computes_them(project: Path) -> None:
+    """The kernels of cuda round inputs to E4M3, too; others decode such weights and compute in float."""
+    recipe, graph = load_recipe(project / "params.yaml"), tiny_graph().record
+    rule = Rule(match="*", scheme=Scheme.model_validate({"format": "fp8-dynamic"}))
+    plan = recipe.plan.model_copy(update={"schemes": (rule,), "workload": {MANY: 1.0}})
+    found: dict[str, set[float]] = {}
+    for name in ("cuda", "ort-cuda"):
+        build = recipe.build.model_copy(update={"target": name})
+        table = cost_table(recipe.model_copy(update={"plan": plan, "build": build}), graph, measure=False)
+        rows = [(2 * MANY * k * n, table.seconds[k, n].get("fp8-dynamic")) for k, n in table.seconds]
+        found[name] = {round(operations / seconds[MANY] / 1e12) for operations, seconds in rows if seconds}
+    assert found == {"cuda": {1300}, "ort-cuda": {790}}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("ort-cpu", "fp8"), ("ort-cuda", "fp8"), ("cuda", "int4")])
+def test_a_cache_that_the_target_does_not_keep_is_refused_before_anything_takes_long(
+    project: Path, name: str, dtype: str
+) -> None:
+    recipe = load_recipe(project / "params.yaml")
+    plan = recipe.plan.model_copy(update={"kv_cache": KVCache.model_validate({"dtype": dtype})})
+    build = recipe.build.model_copy(update={"target": name})
+    with pytest.raises(BuildError, match=f"plan.kv_cache.dtype: {dtype}, which {name} does not keep"):
+        STAGES["environment"](recipe.model_copy(update={"plan": plan, "build": build}))
 
 
 def test_candidates_are_what_the_target_has() -> None:
