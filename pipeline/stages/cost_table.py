@@ -12,7 +12,7 @@ from engines.load import find_target, known_targets
 from engines.target import Target
 from pipeline.stages.target_candidates import target_candidates
 from quantization.cost_table import CostTable, declared_costs, schemes_by_shape, shape_of, visited, workload_of
-from quantization.plan import PrecisionPlan, UnitPlan
+from quantization.plan import PlanPart, PrecisionPlan, UnitPlan
 from quantization.units import Candidates, caches
 from tapeout.cores import physical_cores
 from tapeout.errors import RecipeError
@@ -97,7 +97,7 @@ def declared(
 
 def timed(plan: PrecisionPlan, recipe: BaseRecipe, graph: PortableGraph) -> PrecisionPlan:
     """A plan that was written out, with the times of its schemes as far as they were measured here before, and the
-    bytes of its KV cache in the recipe's engine.
+    bytes of its KV cache in the recipe's engine. Times that only follow from what the target declares say so.
     """
     if plan.search is not None:
         return plan
@@ -112,14 +112,16 @@ def timed(plan: PrecisionPlan, recipe: BaseRecipe, graph: PortableGraph) -> Prec
     def of(unit: UnitPlan) -> Mapping[int, float]:
         return table.linears_seconds([groups[name] for name in unit.groups], unit.scheme)
 
+    def costing(part: PlanPart, seconds: Mapping[int, float]) -> dict[str, Any]:
+        reason = part.reason if table.timed else f"{part.reason}; time by what {table.target} declares"
+        return {"seconds": per_token(seconds), "reason": reason}
+
     tables, cache = plan.embeddings, plan.kv_cache
     kept = table.cache(graph, cache.settings)
     return plan.model_copy(
         update={
-            "units": tuple(unit.model_copy(update={"seconds": per_token(of(unit))}) for unit in plan.units),
-            "embeddings": tables.model_copy(
-                update={"seconds": per_token(table.embeddings_seconds(graph, tables.scheme))}
-            ),
-            "kv_cache": cache.model_copy(update={"seconds": per_token(kept.seconds), "bytes": kept.bytes}),
+            "units": tuple(unit.model_copy(update=costing(unit, of(unit))) for unit in plan.units),
+            "embeddings": tables.model_copy(update=costing(tables, table.embeddings_seconds(graph, tables.scheme))),
+            "kv_cache": cache.model_copy(update=costing(cache, kept.seconds) | {"bytes": kept.bytes}),
         }
     )

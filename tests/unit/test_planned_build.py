@@ -26,7 +26,7 @@ from engines.targets.tensorrt import TARGET, TensorRT
 from pipeline.recipe import load_recipe
 from pipeline.stages import hardware
 from pipeline.stages.candidate import build_candidate
-from pipeline.stages.cost_table import cost_table
+from pipeline.stages.cost_table import cost_table, timed
 from pipeline.stages.hardware import BuildRequest
 from pipeline.stages.target_candidates import target_candidates
 from pipeline.stages.wiring import STAGES
@@ -263,6 +263,16 @@ def test_linears_in_fp8_are_as_fast_as_the_target_computes_them(project: Path) -
         rows = [(2 * MANY * k * n, table.seconds[k, n].get("fp8-dynamic")) for k, n in table.seconds]
         found[name] = {round(operations / seconds[MANY] / 1e12) for operations, seconds in rows if seconds}
     assert found == {"cuda": {1300}, "ort-cuda": {790}}
+
+
+def test_a_written_plan_says_which_times_nobody_measured(project: Path, tmp_path: Path) -> None:
+    recipe, graph = load_recipe(project / "params.yaml"), tiny_graph()
+    plan = written_plan(recipe, graph, tmp_path / "plan").record
+    found = timed(plan, recipe, graph.record)
+    for part in (*found.units, found.embeddings, found.kv_cache):
+        assert part.seconds and part.reason == "written in the recipe; time by what cuda declares"
+    here = recipe.model_copy(update={"build": recipe.build.model_copy(update={"target": "ort-cpu"})})
+    assert {unit.reason for unit in timed(plan, here, graph.record).units} == {"written in the recipe"}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("ort-cpu", "fp8"), ("ort-cuda", "fp8"), ("cuda", "int4")])
