@@ -96,7 +96,7 @@ def test_a_target_whose_passes_make_no_such_cache_is_refused(
             kv_dtype="int4",
             parents={},
         )
-    assert refused.value.expected == "UINT8, for a KV cache in int4"
+    assert refused.value.expected == "UINT8, for state in int4"
     assert not (tmp_path / "bundle").exists()
 
 
