@@ -265,6 +265,14 @@ def test_linears_in_fp8_are_as_fast_as_the_target_computes_them(project: Path) -
     assert found == {"cuda": {1300}, "ort-cuda": {790}}
 
 
+def test_static_inputs_are_refused_before_anything_takes_long(project: Path) -> None:
+    """Other passes of cuda count on linears that its kernels compute, and blamed a norm."""
+    recipe = load_recipe(project / "params.yaml")
+    plan = recipe.plan.model_copy(update={"schemes": (Rule(match="*", scheme=STATIC_INT8),)})
+    with pytest.raises(BuildError, match="linears in static int8, which cuda does not compute"):
+        STAGES["environment"](recipe.model_copy(update={"plan": plan}))
+
+
 def test_a_written_plan_says_which_times_nobody_measured(project: Path, tmp_path: Path) -> None:
     recipe, graph = load_recipe(project / "params.yaml"), tiny_graph()
     plan = written_plan(recipe, graph, tmp_path / "plan").record

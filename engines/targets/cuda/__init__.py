@@ -43,6 +43,7 @@ class Cuda(GraphTarget):
     capabilities = Capabilities(
         libraries=(),
         kv_dtypes=("float16", "int8", "fp8"),
+        activations=("float",),
         compilers=(COMPILER, NVRTC),
         float_type="fp16",
         parity_probe=True,
