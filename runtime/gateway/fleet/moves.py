@@ -117,6 +117,8 @@ class Moves:
         replica = flight.replica
         if replica is None or not self._can_move(flight, replica):
             return
+        if self._members.listed.get(replica.address) is not replica:  # it drains, and its requests leave anyway
+            return
         target = self._target(flight, replica)
         if target is None or target.pool == "prefill":
             return
