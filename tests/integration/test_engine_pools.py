@@ -149,6 +149,29 @@ def test_every_kind_of_request_changes_over_to_the_bit(tmp_path: Path) -> None:
         found.close()
 
 
+def test_a_request_that_has_left_the_queue_in_time_does_so_once(tmp_path: Path) -> None:
+    """It changes over when the longest wait in a queue has passed since it came: its prompt takes twice as long.
+
+    Planted: the next engine gets the timeouts of the first one; and, while it is idle, tells of blocks that have come
+    with its next report.
+    """
+    slow = replace(SLOW, token_seconds=0.01, block_tokens=16)
+    engines = [ListeningEngine(tmp_path, slow, pool=pool) for pool in ("prefill", "decode")]
+    request = replace(asked("a", prompt(0, 100)), max_new_tokens=100, queue_timeout=2.0, first_token_timeout=60.0)
+
+    async def test() -> None:
+        async with connected(tmp_path, engines) as client:
+            await all_ready(client, 2)
+            (found,) = await answers(client, [request])
+            assert found.reason == "length" and len(found.tokens) == 100 and client.counts["moves"] == 1
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
+            engine.close()
+
+
 def test_the_only_engine_for_prompts_leaves_the_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It has prompts that are not computed yet; those that come later go to the engine for what follows.
 
