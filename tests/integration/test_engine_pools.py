@@ -172,6 +172,27 @@ def test_a_request_that_has_left_the_queue_in_time_does_so_once(tmp_path: Path) 
             engine.close()
 
 
+def test_a_request_stays_where_the_engine_that_it_should_go_to_is_lost(tmp_path: Path) -> None:
+    """Before its blocks are there. Planted: it changes over to another engine for prompts."""
+    slow = replace(SLOW, token_seconds=0.002)
+    engines = [ListeningEngine(tmp_path, slow, pool=pool) for pool in ("prefill", "prefill", "decode")]
+    request = replace(asked("a", prompt(0, 50)), max_new_tokens=250)
+
+    async def test() -> None:
+        async with connected(tmp_path, engines) as client:
+            await all_ready(client, 3)
+            engines[2].process.send_signal(signal.SIGSTOP)
+            (found,) = await answers(client, [request])
+            assert found.reason == "length" and not client.counts["moves"]
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
+            engine.process.send_signal(signal.SIGCONT)
+            engine.close()
+
+
 def test_the_only_engine_for_prompts_leaves_the_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It has prompts that are not computed yet; those that come later go to the engine for what follows.
 
