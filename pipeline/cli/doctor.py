@@ -102,26 +102,27 @@ class Diagnosis:
 
 
 def diagnose(recipe: BaseRecipe | None, folder: Path) -> Diagnosis:
-    """Look at this machine. ``recipe`` None: no sources are probed. ``folder``: where artifacts will go."""
+    """Look at this machine. ``recipe`` None: only at what runs engines. ``folder``: where artifacts will go."""
     machine = (processor(_cpu_name(), cpu_features()), memory(), disk(folder), gpu(), cuda())
     python = Finding("Python", Status.OK, f"{platform.python_version()} at {sys.executable}")
     pins = pinned()
     run = (python, *(package(name, pins) for name in RUN_PACKAGES), operators(), native_kernels(native.level()))
-    build = tuple(package(name, pins) for name in BUILD_PACKAGES)
-    tensorrt = tuple(optional_package(name, remedy) for name, remedy in TENSORRT_PACKAGES.items())
-    sources = () if recipe is None else (recipe.model.source, recipe.data.source)
-    services = (*(source(name) for name in sources), registry(tracking_uri()))
-    abilities = (
-        ort_cuda(),
-        _ability(f"run an {DEFAULT_TARGET} engine", run),
-        _ability(f"build an {DEFAULT_TARGET} engine from the recipe", (*machine, *run, *build, *services)),
-    )
+    building = f"build an {DEFAULT_TARGET} engine from the recipe"
+    build, services = tuple[Finding, ...](), tuple[Finding, ...]()
+    if recipe is None:
+        able = Finding(building, Status.ABSENT, "not looked at: there is no recipe", "name one with --params")
+    else:
+        services = (source(recipe.model.source), source(recipe.data.source), registry(tracking_uri()))
+        packages = tuple(package(name, pins) for name in BUILD_PACKAGES)
+        build = (*packages, *(optional_package(name, remedy) for name, remedy in TENSORRT_PACKAGES.items()))
+        able = _ability(building, (*machine, *run, *packages, *services))
+    abilities = (ort_cuda(), _ability(f"run an {DEFAULT_TARGET} engine", run), able)
     built = tuple(
         bundle(folder / "artifacts" / name)
         for name in ("candidate", "baseline")
         if (folder / "artifacts" / name).is_dir()
     )
-    return Diagnosis(machine, (*run, *build, *tensorrt), services, (*abilities, *built))
+    return Diagnosis(machine, (*run, *build), services, (*abilities, *built))
 
 
 def processor(name: str, features: tuple[str, ...]) -> Finding:

@@ -76,6 +76,8 @@ def verdict(judged: Verdict) -> RenderableType:
 def diagnosis(found: Diagnosis) -> RenderableType:
     tables: list[RenderableType] = []
     for name, findings in found.sections().items():
+        if not findings:
+            continue
         table = Table(
             title=name, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
         )

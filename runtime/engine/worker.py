@@ -129,7 +129,7 @@ def serve(
         for command in commands:
             moves.take(command)
         moving = moves.work(connections.senders)
-        if moving and not (core.busy or commands) and time.monotonic() < reported + IDLE_MS / 2000:
+        if moving and not (core.busy or commands or moves.arrived) and time.monotonic() < reported + IDLE_MS / 2000:
             continue  # nobody needs a report for each part of a fetch
         if compiler is not None and connections.quiet and not (loaded or core.busy or moving or moves.waiting):
             # Else the first request with a constraint would wait for it, and everybody else with it.

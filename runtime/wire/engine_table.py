@@ -113,7 +113,7 @@ def _table() -> Table:
     import sqlalchemy as sa
 
     return sa.Table(
-        "engines",
+        "engine_addresses",  # "engines" of earlier versions has columns that nobody fills any more
         sa.MetaData(),
         sa.Column("address", sa.String(255), primary_key=True),
         sa.Column("seen_at", sa.Double, nullable=False),

@@ -395,8 +395,8 @@ class StateKeys(NamedTuple):
 class StatePart(NamedTuple):
     """The answer, one for each key, in order. ``found``: there is state of this key.
 
-    ``checksum``: :func:`runtime.wire.block_keys.checksum`; empty where there is none. ``content``: empty where it was
-    written to shared memory.
+    ``checksum``: :func:`runtime.engine.moving.checksums.checksum`; empty where there is none. ``content``: empty where
+    it was written to shared memory.
     """
 
     key: Annotated[bytes, Meta(min_length=WHOLE_KEY_BYTES, max_length=WHOLE_KEY_BYTES)]

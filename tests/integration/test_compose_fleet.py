@@ -94,9 +94,15 @@ class Composed:
     def close(self) -> None:
         self._stack.close()
 
+    def fleet(self, name: str) -> list[dict[str, Any]]:
+        """Its engines, as a gateway sees them."""
+        found: list[dict[str, Any]] = httpx2.get(
+            f"{self.gateways[name].url}/fleet", headers=HEADERS, timeout=30
+        ).json()["replicas"]
+        return found
+
     def replicas(self, name: str) -> dict[str, str]:
-        found = httpx2.get(f"{self.gateways[name].url}/fleet", headers=HEADERS, timeout=30).json()["replicas"]
-        return {one["address"]: one["state"] for one in found}
+        return {one["address"]: one["state"] for one in self.fleet(name)}
 
     def answers(self, name: str) -> bool:
         body = {"model": "engine", "prompt": "The list is", "max_tokens": 20, "seed": 1}
@@ -138,16 +144,16 @@ def test_the_fleet_of_compose_answers_and_survives_its_parts(composed: Composed,
     for name in composed.gateways:
         wait_for(lambda name=name: composed.replicas(name) == addresses)
         assert composed.answers(name)
-    found = rows(database, "SELECT address, digest, level FROM engines")
-    assert {row.address for row in found} == set(addresses) and len({row.digest for row in found}) == 1
-    assert all(row.level for row in found)
+    found = composed.fleet("gateway-1")
+    assert len({one["digest"] for one in found}) == 1 and all(one["level"] for one in found)
+    assert {row.address for row in rows(database, "SELECT address FROM engine_addresses")} == set(addresses)
 
     composed.engines["engine-1"].kill()
     assert all(composed.answers(name) for name in composed.gateways)
     composed.engines["engine-2"].terminate()
     assert composed.engines["engine-2"].wait(60) == 0
     gone = f"tcp:127.0.0.1:{composed.ports['engine-2']}"
-    assert gone not in [row.address for row in rows(database, "SELECT address FROM engines")]
+    assert gone not in [row.address for row in rows(database, "SELECT address FROM engine_addresses")]
     for name in composed.engines:
         composed.start(name)
     for name in composed.gateways:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from runtime.wire.messages import GenerateRequest
 from tests.answering import KINDS, Whole, whole
 from tests.exported import build_float, tiny_graph
 from tests.faulty_engine import Faulty
-from tests.fleet import connected
+from tests.fleet import connected, write_list
 from tests.integration.test_moved_blocks import BLOCK, BUNDLE, asked, prompt
 from tests.listening_engine import ListeningEngine
 from tests.tiny import tiny_texts
@@ -146,3 +147,78 @@ def test_every_kind_of_request_changes_over_to_the_bit(tmp_path: Path) -> None:
         run(test())
     finally:
         found.close()
+
+
+def test_a_request_that_has_left_the_queue_in_time_does_so_once(tmp_path: Path) -> None:
+    """It changes over when the longest wait in a queue has passed since it came: its prompt takes twice as long.
+
+    Planted: the next engine gets the timeouts of the first one; and, while it is idle, tells of blocks that have come
+    with its next report.
+    """
+    slow = replace(SLOW, token_seconds=0.01, block_tokens=16)
+    engines = [ListeningEngine(tmp_path, slow, pool=pool) for pool in ("prefill", "decode")]
+    request = replace(asked("a", prompt(0, 100)), max_new_tokens=100, queue_timeout=2.0, first_token_timeout=60.0)
+
+    async def test() -> None:
+        async with connected(tmp_path, engines) as client:
+            await all_ready(client, 2)
+            (found,) = await answers(client, [request])
+            assert found.reason == "length" and len(found.tokens) == 100 and client.counts["moves"] == 1
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_a_request_stays_where_the_engine_that_it_should_go_to_is_lost(tmp_path: Path) -> None:
+    """Before its blocks are there. Planted: it changes over to another engine for prompts."""
+    slow = replace(SLOW, token_seconds=0.002)
+    engines = [ListeningEngine(tmp_path, slow, pool=pool) for pool in ("prefill", "prefill", "decode")]
+    request = replace(asked("a", prompt(0, 50)), max_new_tokens=250)
+
+    async def test() -> None:
+        async with connected(tmp_path, engines) as client:
+            await all_ready(client, 3)
+            engines[2].process.send_signal(signal.SIGSTOP)
+            (found,) = await answers(client, [request])
+            assert found.reason == "length" and not client.counts["moves"]
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
+            engine.process.send_signal(signal.SIGCONT)
+            engine.close()
+
+
+def test_the_only_engine_for_prompts_leaves_the_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has prompts that are not computed yet; those that come later go to the engine for what follows.
+
+    Planted: a change-over that asks for the load of an engine that has left.
+    """
+    requests = [replace(asked(f"{number}", prompt(number, 100)), max_new_tokens=60) for number in range(8)]
+    engines = [ListeningEngine(tmp_path, SLOW, pool=pool) for pool in ("prefill", "decode")]
+
+    async def test() -> None:
+        async with connected(tmp_path, engines[1:]) as client:
+            wanted = await answers(client, requests)
+        async with connected(tmp_path, engines) as client:
+            await all_ready(client, 2)
+            running = asyncio.ensure_future(answers(client, requests))
+            await until(lambda: any(s.address == engines[0].address and s.own == 8 for s in client.statuses()))
+            write_list(tmp_path, [engines[1].address])
+            assert await running == wanted
+            later = [replace(request, id=f"later{request.id}") for request in requests]
+            assert await answers(client, later) == wanted
+            assert not client.counts["lost"]
+            await until(lambda: len(client.statuses()) == 1)
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
+            engine.close()
+    gc.collect()
+    assert not [record.message for record in caplog.records if record.name == "asyncio"]

@@ -25,10 +25,11 @@ from runtime.engine.block_store import BlockStore
 from runtime.engine.connections import Connections
 from runtime.engine.core import EngineCore
 from runtime.engine.moving import sending
+from runtime.engine.moving.checksums import checksum
 from runtime.engine.moving.fetching import Fetch, PeerLink
 from runtime.engine.moving.moves import BlockMoves
 from runtime.wire.address import Address
-from runtime.wire.block_keys import block_keys, checksum
+from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits
 from runtime.wire.messages import EngineInfo, GenerateRequest
 from tests.exported import tiny_graph

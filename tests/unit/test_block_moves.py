@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 from unittest.mock import patch
 
@@ -22,9 +25,21 @@ from runtime.engine.moving import moves as moves_module
 from runtime.engine.moving.costs import PAUSE_SECONDS, LinkCosts
 from runtime.engine.moving.fetching import Fetch, KeysFetch
 from runtime.engine.moving.moves import MOST_SECONDS, BlockMoves
+from runtime.engine.moving.sending import BlockSender
 from runtime.wire.block_keys import block_keys
+from runtime.wire.failures import Failure
 from runtime.wire.limits import Limits
-from runtime.wire.messages import Add, Cancel, Delta, EngineInfo, FetchAhead, GenerateRequest, WarmUp
+from runtime.wire.messages import (
+    WHOLE_KEY_BYTES,
+    Add,
+    Cancel,
+    Delta,
+    EngineInfo,
+    FetchAhead,
+    FetchState,
+    GenerateRequest,
+    WarmUp,
+)
 from tapeout.errors import RequestError
 from tests.chain_engine import ChainEngine
 from tests.fake_engine import HistoryEngine
@@ -332,6 +347,21 @@ def test_recurrent_state_is_refused_by_name_and_computed() -> None:
     sound = HistoryEngine(VOCAB, slots=2, max_tokens=64, block_tokens=BLOCK)
     with pytest.raises(RequestError, match="recurrent state cannot be moved yet"):
         EngineCore(sound, Limits()).blocks.require("recurrent")
+
+
+def test_an_engine_without_blocks_says_so_to_one_that_asks_for_them() -> None:
+    """It knows nothing of the other end but its key. Planted: most bytes over those of a block."""
+    engine = ChainEngine(slots=4)
+    engine.capabilities = replace(engine.capabilities, block_bytes=0)
+    core, said = EngineCore(engine, Limits(max_running=2)), SimpleQueue[Any]()
+    here, other = socket.socketpair()
+    sender = BlockSender(here, said.put, core.blocks, "d", "", lambda: None)
+    sender.ask(FetchState("paged", bytes(WHOLE_KEY_BYTES)))
+    failure = said.get(timeout=60)
+    assert isinstance(failure, Failure) and "recurrent state cannot be moved yet" in str(failure.error())
+    sender.close()
+    here.close()
+    other.close()
 
 
 def store(blocks: int) -> tuple[HistoryEngine, EngineCore, BlockStore]:

@@ -429,6 +429,23 @@ def test_a_wrong_recipe_is_one_message(here: Path, capsys: Output) -> None:
     assert "did you mean 'quantize'" in capsys.readouterr().err
 
 
+def test_doctor_looks_at_a_machine_that_only_serves(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a missing recipe, package of the pipeline or registry, which it does without."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setattr("pipeline.cli.doctor.BUILD_PACKAGES", ("no-such-package-here",))
+    assert main(["doctor", "--json"]) == ExitCode.PASS
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["healthy"] and not printed["services"]
+    (building,) = [one for one in printed["abilities"] if one["subject"].startswith("build")]
+    assert building["status"] == "absent" and "there is no recipe" in building["found"]
+    assert "onnxruntime" in {one["subject"] for one in printed["software"]}
+    assert main(["doctor", "--params", "other.yaml"]) == ExitCode.BROKEN
+    assert "other.yaml" in capsys.readouterr().err
+
+
 def test_doctor_finds_a_missing_source(here: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (here / "model").mkdir()

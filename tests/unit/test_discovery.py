@@ -52,8 +52,22 @@ def age(url: str, seconds: float) -> None:
     """As a step of the database's clock does, or time in which nobody could write."""
     engine = sa.create_engine(url)
     with engine.begin() as connection:
-        connection.execute(sa.text("UPDATE engines SET seen_at = seen_at - :seconds"), {"seconds": seconds})
+        connection.execute(sa.text("UPDATE engine_addresses SET seen_at = seen_at - :seconds"), {"seconds": seconds})
     engine.dispose()
+
+
+def test_a_database_of_an_earlier_version_can_be_used(tmp_path: Path) -> None:
+    """Planted: the table of that version, which has columns that must be filled."""
+    url = f"sqlite:///{tmp_path}/fleet.db"
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        columns = ", ".join(f"{name} VARCHAR(255) NOT NULL" for name in ("address", "digest", "level"))
+        connection.execute(sa.text(f"CREATE TABLE engines ({columns}, seen_at DOUBLE NOT NULL)"))
+    engine.dispose()
+    table = EngineTable(url)
+    table.write("tcp:10.0.0.1:7000")
+    assert [*table.read()] == ["tcp:10.0.0.1:7000"]
+    table.close()
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])

@@ -7,6 +7,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.engine.core import EngineCore
 from runtime.gateway.fleet.scaling import (
     BUSY,
     EngineReport,
@@ -18,7 +19,9 @@ from runtime.gateway.fleet.scaling import (
     scaled,
     used_share,
 )
-from runtime.wire.messages import EngineLoad, EngineStats
+from runtime.wire.limits import Limits
+from runtime.wire.messages import EngineLoad, EngineStats, GenerateRequest
+from tests.fake_engine import HistoryEngine
 
 SECONDS = st.floats(0, 100)
 LOADS = st.lists(st.builds(ReplicaLoad, SECONDS, st.floats(0, 2)), min_size=1, max_size=8)
@@ -120,10 +123,28 @@ def test_standby_comes_on_top_and_within_the_most() -> None:
 
 def test_an_engine_is_as_busy_as_its_places_or_its_prompts() -> None:
     load = EngineLoad(running=2, most_running=8, prompt_seconds=0.001)
-    before, after = EngineStats(prompt_tokens=1000, prefix_hits=500), EngineStats(prompt_tokens=3000, prefix_hits=1500)
+    before = EngineStats(prefix_queries=1000, prefix_hits=500)
+    after = EngineStats(prefix_queries=3000, prefix_hits=1500)
     assert used_share(None, after, load, 2.0) == 0.25
     assert used_share(before, after, load, 2.0) == 0.5
     assert used_share(before, after, load._replace(running=6), 2.0) == 0.75
+
+
+def test_requests_that_come_from_another_engine_count_by_what_is_computed_of_them() -> None:
+    """As an engine counts them: their prompts count elsewhere, their cached tokens here.
+
+    Planted: the difference between prompts that were begun here and all hits.
+    """
+    core = EngineCore(HistoryEngine(16, slots=2, max_tokens=64, block_tokens=4), Limits(max_running=2))
+    load = EngineLoad(running=0, most_running=8, prompt_seconds=0.001)
+    counted, shares = [core.stats()], list[float]()
+    for id in ("computed", "cached"):
+        core.add(GenerateRequest(id, [5] * 24, 16, answered=(1,) * 9), 0.0)
+        while core.busy:
+            core.step(0.0)
+        counted.append(core.stats())
+        shares.append(used_share(counted[-2], counted[-1], load, 1.0))
+    assert shares == [0.033, 0.001]
 
 
 def test_one_look_a_second_and_the_slowest_cold_start_counts() -> None:

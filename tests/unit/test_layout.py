@@ -6,6 +6,8 @@ import ast
 import importlib
 import re
 import shlex
+import subprocess
+import sys
 import tokenize
 import tomllib
 from graphlib import TopologicalSorter
@@ -156,3 +158,13 @@ def test_ci_runs_what_developers_run() -> None:
     commands = [[word for word in command if "=" not in word] for command in commands_of("test")]
     for expected in (["ruff", "format", "--check"], ["ruff", "check"], ["pyright"], ["lint-imports"], ["pytest"]):
         assert any(command[: len(expected)] == expected for command in commands), expected
+
+
+@pytest.mark.parametrize("module", ["runtime.api", "pipeline.cli.generate", "pipeline.cli.capacity"])
+def test_what_needs_no_extra_imports_none(module: str) -> None:
+    """Planted: the library for checksums beside the keys of blocks."""
+    served = PROJECT["project"]["optional-dependencies"]["serve"]
+    names = [re.split("[=;[]", line)[0].replace("-", "_") for line in served]
+    code = f"import sys; sys.modules |= dict.fromkeys({names}); import {module}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

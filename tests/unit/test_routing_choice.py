@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,22 @@ def test_a_free_engine_fetches_what_a_busy_one_has() -> None:
     assert told.router.choose(request(), ["a", "b", "c"])[0].source == "a"
     scored = told.router.choose(request(scored=True), ["a", "b", "c"])
     assert not any(option.source for option in scored)
+
+
+def test_an_answer_does_not_change_over_to_wait_for_the_end_of_others() -> None:
+    """Planted: an engine for what follows that counts as free however many run there."""
+    told, asked = Told("prompts", "answers", kind="digest v4"), replace(request(), answered=(1,), max_new_tokens=200)
+    free = IDLE._replace(fetch_seconds=0.0005)
+    for measured in (free, free._replace(decode_seconds=0.01)):
+        told.say("prompts", measured)
+        told.say("answers", measured._replace(running=3))
+        assert told.router.hand_over_pays(asked, "prompts", "answers")
+        told.say("answers", measured._replace(running=4, waiting=20))
+        assert not told.router.hand_over_pays(asked, "prompts", "answers")
+    told.say("answers", measured._replace(running=3))
+    told.router.sent(EngineOption("answers", 0.0, 1))
+    told.say("prompts", free)
+    assert not told.router.hand_over_pays(asked, "prompts", "answers"), "what is on its way counts"
 
 
 def test_blocks_do_not_move_between_engines_of_other_kinds() -> None:

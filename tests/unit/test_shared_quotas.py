@@ -11,11 +11,13 @@ import pytest
 from runtime.gateway.accounts.key_file import ApiKey
 from runtime.gateway.accounts.keys import Keys
 from runtime.gateway.accounts.quotas import KeyQuota, Quota
-from runtime.gateway.accounts.shared_quotas import SharedQuotas
+from runtime.gateway.accounts.shared_quotas import SYNC_SECONDS, SharedQuotas
+from runtime.gateway.http.service import Service
 from runtime.gateway.operations.operations import Operations, OperationsSettings
 from runtime.gateway.protocol.calls import Call
 from runtime.gateway.protocol.errors import ApiError
 from tests.serving_client import LocalClient
+from tests.waiting import until
 
 
 def key(**limits: Any) -> ApiKey:
@@ -95,3 +97,28 @@ def test_a_budget_is_counted_where_limits_are_shared(tmp_path: Path) -> None:
     (tmp_path / "keys.yaml").write_text(f'keys: [{{name: k, hash: "{"0" * 64}", token_budget: 5}}]')
     settings = OperationsSettings(keys_file=tmp_path / "keys.yaml", limits_database=f"sqlite:///{tmp_path}/limits.db")
     Operations(LocalClient(), "m", settings).close()
+
+
+def test_a_database_that_cannot_be_reached_is_named_at_the_start_and_is_used_once_it_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Planted: a server that asks it with its first request, and says nothing before."""
+    folder = tmp_path / "later"
+    operations = Operations(LocalClient(), "m", OperationsSettings(limits_database=f"sqlite:///{folder}/limits.db"))
+    attach = operations.extensions.attach
+    assert attach is not None
+
+    async def use() -> None:
+        attach(Service(LocalClient(), {}, ("m",)))
+        await until(lambda: caplog.messages != [])
+        (said,) = caplog.messages
+        assert "requests of keys with limits are refused until the database of the limits answers: " in said
+        assert "database of the limits has not answered" in (operations.health.not_ready() or "")
+        await asyncio.sleep(1.5 * SYNC_SECONDS)  # it has tried again by then
+        assert len(caplog.messages) == 1
+        folder.mkdir()
+        await until(lambda: operations.health.not_ready() is None)
+        assert caplog.messages[1:] == ["the database of the limits answers"]
+
+    asyncio.run(use())
+    operations.close()

@@ -6,6 +6,7 @@ belong to threads, and the engine's own thread only says between two steps which
 request waits for its blocks while that is quicker than to compute them. Whatever goes wrong, it is
 computed from where the blocks end.
 
+    checksums of what is sent
     costs     how fast links are, and whether a fetch is worth its time
     sending   to one engine that fetches
     fetching  from one engine that sends

@@ -17,8 +17,8 @@ from time import monotonic
 from typing import Any
 
 from runtime.engine.block_store import BlockStore
+from runtime.engine.moving.checksums import checksum
 from runtime.wire.address import Address
-from runtime.wire.block_keys import checksum
 from runtime.wire.codec import WireError
 from runtime.wire.failures import Failure
 from runtime.wire.messages import (

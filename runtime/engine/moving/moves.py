@@ -59,6 +59,7 @@ class BlockMoves:
         # Fetches that nobody waits for any more, whose threads may still fill a block of these.
         self._late: list[tuple[Fetch, Sequence[int]]] = []
         self._warming: _Warming | None = None
+        self.arrived = False  # the last work() has ended a fetch, and gateways wait to hear of its blocks
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self.wake)  # not in close(): a thread may still announce something
         if self._store.moves:
@@ -98,14 +99,14 @@ class BlockMoves:
 
     def work(self, senders: Sequence[BlockSender]) -> bool:
         """Lend blocks that others want, and end what has been fetched; whether there was any. Called between steps."""
-        now, worked = monotonic(), False
+        now, worked, self.arrived = monotonic(), False, False
         for sender in senders:
             worked |= sender.work()
         for first, waiting in list(self._waiting.items()):
             if waiting.fetch.ended or now > waiting.until:
                 del self._waiting[first]
                 self._end(waiting, now)
-                worked = True
+                worked = self.arrived = True
         if self._warming is not None and self._warming.asked.ended and self._warming.current not in self._waiting:
             self._fetch_more(self._warming, now)
         for fetch, blocks in [late for late in self._late if late[0].ended]:

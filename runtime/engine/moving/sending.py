@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from runtime.engine.block_store import BlockStore
-from runtime.wire.block_keys import checksum
+from runtime.engine.moving.checksums import checksum
 from runtime.wire.codec import WireError
 from runtime.wire.failures import Failure
 from runtime.wire.messages import (
@@ -71,7 +71,7 @@ class BlockSender:
         self._lent: SimpleQueue[_Lent | StateKeys | Failure | None] = SimpleQueue()
         self._copied: SimpleQueue[int] = SimpleQueue()
         self._outstanding = list[int]()  # blocks that are lent
-        self._most = max(1, MOST_LENT_BYTES // store.block_bytes)
+        self._most = max(1, MOST_LENT_BYTES // max(1, store.block_bytes))  # 0: an engine without blocks refuses
         self._shared: tuple[SharedPlace, memoryview | None] | None = None
         self._thread = threading.Thread(target=self._send_all, name="block-sender", daemon=True)
         self._thread.start()

@@ -216,7 +216,11 @@ class LeasedQuota:
 
 
 class SharedQuotas:
-    """``url``: see :class:`runtime.gateway.accounts.leases.LeaseDatabase`. It begins with the first request."""
+    """``url``: see :class:`runtime.gateway.accounts.leases.LeaseDatabase`. It begins with :meth:`begin`, or with the
+    first request.
+
+    ``reached``: the database has answered once.
+    """
 
     def __init__(self, url: str) -> None:
         self._database, self._holder = LeaseDatabase(url), uuid.uuid4().hex
@@ -225,6 +229,7 @@ class SharedQuotas:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failed = ""
+        self.reached = False
         self._begun: float | None = None  # a transaction, when it runs
 
     def quota(self, key: ApiKey, used: int) -> LeasedQuota:
@@ -235,6 +240,11 @@ class SharedQuotas:
     def away(self) -> bool:
         """The database does not answer."""
         return bool(self._failed) or (self._begun is not None and time.monotonic() - self._begun > ANSWER_SECONDS)
+
+    def begin(self) -> None:
+        """See whether the database answers; the log says where it does not. Called in the event loop."""
+        self._wake.set()
+        self._start()
 
     def changed(self, scarce: bool) -> None:
         """``scarce``: the next transaction should not wait."""
@@ -273,7 +283,7 @@ class SharedQuotas:
                 await asyncio.wait_for(self._wake.wait(), SYNC_SECONDS)
             self._wake.clear()
             asked = self._asks(hold=bool(self._failed))
-            if not asked and not self._failed:
+            if not asked and self.reached and not self._failed:
                 continue
             waiting, self._waiting = self._waiting, []
             self._begun = time.monotonic()
@@ -283,6 +293,7 @@ class SharedQuotas:
                 self._log(one_line(error))
             else:
                 self._log("")
+                self.reached = True
                 self._take(asked, answers)
             self._begun = None
             for waiter in waiting:
@@ -305,8 +316,10 @@ class SharedQuotas:
             limit.answered(ask, answers[ask.key, ask.kind], now)
 
     def _log(self, failed: str) -> None:
-        if failed and not self._failed:
+        if failed and not self._failed and not self.reached:
+            log.error("requests of keys with limits are refused until the database of the limits answers: %s", failed)
+        elif failed and not self._failed:
             log.error("limits are those that were leased until the database answers again: %s", failed)
         elif self._failed and not failed:
-            log.warning("the database of the limits answers again")
+            log.warning("the database of the limits answers")
         self._failed = failed

@@ -86,12 +86,16 @@ class Flight:
         return self.replica is replica and self.connection is not None and self.connection is replica.connection
 
     def next_request(self) -> GenerateRequest:
-        """What the next engine gets. Its id is new: the engine before may still have the old one."""
+        """What the next engine gets. Its id is new: the engine before may still have the old one.
+
+        With an answer it has left the queue in time, and had its first token.
+        """
         request, number = self.request, self.attempts
         if number:
             request = replace(request, id=f"{request.id}~{number}")
         if self.answered:
-            request = replace(request, answered=tuple(self.answered), prompt_logprobs=None)
+            fields = {"prompt_logprobs": None, "queue_timeout": None, "first_token_timeout": None}
+            request = replace(request, answered=tuple(self.answered), **fields)
         return request
 
     def candidates(self, listed: Iterable[Replica], refused: Collection[Replica] = ()) -> list[Replica]:

@@ -117,13 +117,15 @@ class Moves:
         replica = flight.replica
         if replica is None or not self._can_move(flight, replica):
             return
+        if not self._stays(replica):  # it drains, and its requests leave anyway
+            return
         target = self._target(flight, replica)
-        if target is None or target.pool == "prefill":
+        if target is None:
             return
         if not self._router.hand_over_pays(flight.next_request(), replica.address, target.address):
             return
         await self._fetch_ahead(flight, replica, monotonic() + AHEAD_SECONDS)
-        if self._can_move(flight, replica):
+        if self._can_move(flight, replica) and self._target(flight, replica) is not None:
             flight.keep_blocks()
             flight.give_up(MovedError(f"the engine at {replica.address} is for prompts"))
 
@@ -150,12 +152,17 @@ class Moves:
             await asyncio.sleep(ARRIVE_SECONDS)
 
     def _target(self, flight: Flight, replica: Replica) -> Replica | None:
-        """The engine on which a request would go on."""
+        """The engine on which a request would go on. From one that stays it goes to none that is for prompts, too."""
         found = flight.candidates(self._members.listed.values(), {replica})
+        if self._stays(replica):
+            found = [one for one in found if one.pool != "prefill"]
         if not found:
             return None
         option = self._router.choose(flight.next_request(), [one.address for one in found], flight.session)[0]
         return self._members.listed[option.engine]
+
+    def _stays(self, replica: Replica) -> bool:
+        return self._members.listed.get(replica.address) is replica
 
     def _can_move(self, flight: Flight, replica: Replica) -> bool:
         """One without a token stays until it has some: its blocks are not there yet. One that no other engine can go

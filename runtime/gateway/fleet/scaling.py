@@ -152,5 +152,6 @@ def used_share(before: EngineStats | None, stats: EngineStats, load: EngineLoad,
     places = load.running / load.most_running if load.most_running else 0.0
     if before is None or seconds <= 0:
         return places
-    computed = (stats.prompt_tokens - stats.prefix_hits) - (before.prompt_tokens - before.prefix_hits)
+    # Queries and hits both count what was answered elsewhere, which is computed like a prompt.
+    computed = (stats.prefix_queries - stats.prefix_hits) - (before.prefix_queries - before.prefix_hits)
     return max(places, computed * load.prompt_seconds / seconds)

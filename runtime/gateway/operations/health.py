@@ -12,10 +12,12 @@ from runtime.gateway.engines.client import EngineClient
 
 
 class Health:
-    """``draining``: the server was told to stop."""
+    """``draining``: the server was told to stop. ``limited``: limits that others know, too, can be looked up."""
 
-    def __init__(self, client: EngineClient, draining: Callable[[], bool]) -> None:
-        self._client, self._draining = client, draining
+    def __init__(
+        self, client: EngineClient, draining: Callable[[], bool], limited: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._client, self._draining, self._limited = client, draining, limited
 
     def unhealthy(self) -> str | None:
         """Why the server should be restarted, unless the engine is healthy again soon."""
@@ -29,7 +31,11 @@ class Health:
         """Why a load balancer should send requests elsewhere."""
         if self._draining():
             return "the server is draining"
-        return self.unhealthy() or (None if self._client.ready else "the engine is being started again")
+        if unhealthy := self.unhealthy():
+            return unhealthy
+        if not self._client.ready:
+            return "the engine is being started again"
+        return None if self._limited() else "the database of the limits has not answered since this server started"
 
     def routes(self) -> list[Route]:
         """``GET /health`` and ``GET /ready``: 200, or 503 with the reason."""

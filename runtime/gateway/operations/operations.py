@@ -88,8 +88,12 @@ class Operations:
         )
         if view is not None:
             self.metrics.registry.register(view)
-        self.health = Health(client, lambda: self._service is not None and self._service.draining)
-        self.shared = SharedQuotas(settings.limits_database) if settings.limits_database else None
+        self.shared = shared = SharedQuotas(settings.limits_database) if settings.limits_database else None
+        self.health = Health(
+            client,
+            lambda: self._service is not None and self._service.draining,
+            lambda: shared is None or shared.reached,
+        )
         self.keys = Keys(settings.api_keys, settings.keys_file, self.shared and self.shared.quota)
         self.usage = Usage(settings.usage_database, settings.usage_journal) if settings.usage_database else None
         if self.usage is not None:
@@ -141,6 +145,8 @@ class Operations:
 
     def _attach(self, service: Service) -> None:
         self._service = service
+        if self.shared is not None:
+            self.shared.begin()
 
     def _decode(self, tokens: Sequence[int]) -> str:
         assert self._service is not None, "no call can end before there is a service"

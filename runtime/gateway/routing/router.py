@@ -101,10 +101,13 @@ class FleetRouter:
 
     def hand_over_pays(self, request: GenerateRequest, source: str, target: str) -> bool:
         """Whether the rest of an answer, with what it takes to move it, comes sooner from ``target`` than from
-        ``source``, whose steps also compute prompts. It does until both have measured their steps.
+        ``source``, whose steps also compute prompts. It does until both have measured their steps, and does not where
+        it would wait for the end of another answer: users see that as one long gap.
         """
         here, engine = self._engines[source].load, self._engines[target]
         there, tokens = engine.load, len(request.prompt) + len(request.answered)
+        if there.most_running and engine.requests >= there.most_running:
+            return False
         stays = here.decode_seconds + here.chunk_tokens * here.prompt_seconds
         if not (stays and there.decode_seconds and there.prompt_seconds):
             return True
