@@ -9,6 +9,7 @@ from typing import Any
 from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.target import GraphTarget, Target
+from pipeline.stages.target_candidates import FLOAT_CACHE
 from quantization.checkpoint import KVScales, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.artifact import Artifact
@@ -29,6 +30,17 @@ def require_computed(target: Target[Any], schemes: Iterable[Scheme]) -> None:
         )
 
 
+def require_cache(target: Target[Any], dtype: str) -> None:
+    """:class:`BuildError` for a quantized KV cache of a type that the target does not have."""
+    kept = (FLOAT_CACHE, *(one for one in target.capabilities.kv_dtypes if "float" not in one))
+    if dtype not in kept:
+        raise BuildError(
+            f"a KV cache in {dtype}, which {target.name} does not have",
+            expected=f"one of {', '.join(kept)}",
+            remedy="choose another plan.kv_cache.dtype, or build for a target that has it (docs/targets.md)",
+        )
+
+
 def build_candidate(
     graph: Artifact[PortableGraph],
     quantized: Artifact[QuantizedModel],
@@ -39,6 +51,7 @@ def build_candidate(
     progress: Callable[[str], None],
 ) -> Artifact[EngineBundle]:
     require_computed(target, [linear.scheme for linear in quantized.record.linears])
+    require_cache(target, quantized.record.kv_cache.dtype)
     kv = KVScales.read(quantized.folder)
     return build(
         graph,

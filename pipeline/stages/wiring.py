@@ -20,7 +20,7 @@ from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, RecipeError, RegistryError, TapeoutError
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import Rule
+from tapeout.recipe import KVCache, Rule
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
@@ -83,13 +83,15 @@ def _environment(recipe: Recipe) -> None:
     It is the first, so a machine that cannot build for the recipe's target is refused here, before anything takes long.
     """
     from engines.load import graph_target
-    from pipeline.stages.candidate import require_computed
+    from pipeline.stages.candidate import require_cache, require_computed
     from pipeline.stages.code import code_hashes, module_hashes
     from pipeline.stages.environment import libraries, listed, machine, resolved
 
     target = graph_target(recipe.build.target)
     target.require_machine()
     require_computed(target, [rule.scheme for rule in recipe.plan.schemes if isinstance(rule, Rule)])
+    if isinstance(recipe.plan.kv_cache, KVCache):
+        require_cache(target, recipe.plan.kv_cache.dtype)
     hashes = code_hashes(STAGES, recipe.build.target)
     parameters = {name: listed("dvc.yaml", name) for name in STAGES}
     hashes["hardware"] = module_hashes("pipeline.stages.hardware", HARDWARE_TARGET)
