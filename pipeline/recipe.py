@@ -72,7 +72,9 @@ class Recipe(_with_evidence()):
         try:
             graph_target(self.build.target)
         except BuildError as error:
-            problems.append(f"build.target: {error.found}; expected {error.expected}; {error.remedy}")
+            problems.append(
+                "; ".join(filter(None, (f"build.target: {error.found}", f"expected {error.expected}", error.remedy)))
+            )
         return problems
 
     @property

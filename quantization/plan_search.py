@@ -56,6 +56,7 @@ from tapeout.quantized import QuantizedWeight
 from tapeout.recipe import KVCache, Plan, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT, Scheme
+from tapeout.state import Recurrent
 
 if TYPE_CHECKING:
     from quantization.simulate import Simulated
@@ -82,8 +83,15 @@ def make_plan(
 
     ``candidates``: what sensitivities and costs were taken of.
 
-    :class:`QuantizationError` for sensitivities of another graph or calibration, and for budgets no plan keeps to.
+    :class:`QuantizationError` for sensitivities of another graph or calibration, for budgets no plan keeps to, and for
+    a type of recurrent state where the model has none: the gate would wait for evidence of it.
     """
+    if wanted.recurrent_state != "float32" and not any(isinstance(one, Recurrent) for one in graph.record.state):
+        raise QuantizationError(
+            f"plan.recurrent_state is {wanted.recurrent_state}, but the model has no recurrent state",
+            expected="a model with recurrences (docs/models.md), or float32",
+            remedy="leave plan.recurrent_state out",
+        )
     parents = {"graph": graph.ref, "calibration": calibration.ref}
     if sensitivity.parents != parents:
         raise QuantizationError(

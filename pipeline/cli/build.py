@@ -87,8 +87,8 @@ def _build_levels(request: BuildRequest, targets: Mapping[str, GraphTarget], con
     for level, target in targets.items():
         with console.status(level) as status:
             built = hardware.build_at(request, target, level, lambda step: status.update(f"{level}: {step}"))  # noqa: B023
-        kernels = ", ".join(one.level for one in built.record.hardware if one.level) or "none of ours"
-        console.print(f"{built.folder}: kernels for {kernels}", markup=False)
+        levels = ", ".join(one.level for one in built.record.hardware if one.level)
+        console.print(f"{built.folder}: {f'kernels for {levels}' if levels else 'no kernels of ours'}", markup=False)
         named = f"{target.name}:{level}".removesuffix(":")
         console.print(f"judge it: set build.target to {named}, then `dvc repro`", markup=False)
 

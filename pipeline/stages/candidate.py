@@ -51,6 +51,7 @@ def build_candidate(
     progress: Callable[[str], None],
 ) -> Artifact[EngineBundle]:
     require_computed(target, [linear.scheme for linear in quantized.record.linears])
+    require_kept(target, quantized.record.kv_cache.dtype)
     kv = KVScales.read(quantized.folder)
     return build(
         graph,

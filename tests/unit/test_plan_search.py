@@ -297,6 +297,12 @@ def test_a_written_plan_comes_through_as_it_is(inputs: Inputs, tmp_path: Path) -
     assert planned((graph, calibration, nothing, []), other, tmp_path / "other").digest == found.digest
 
 
+def test_a_type_of_recurrent_state_is_refused_where_there_is_none(inputs: Inputs, tmp_path: Path) -> None:
+    with pytest.raises(QuantizationError, match=r"plan\.recurrent_state is bfloat16, but the model has no recurrent"):
+        planned(inputs, recipe(**WRITTEN, recurrent_state="bfloat16"), tmp_path / "plan")
+    assert not (tmp_path / "plan").exists()
+
+
 def test_every_product_is_asked_about_with_the_kernels_it_may_get(inputs: Inputs) -> None:
     record = inputs[0].record
     auto = schemes_by_shape(record, recipe().plan)

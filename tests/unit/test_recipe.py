@@ -135,6 +135,11 @@ def test_mistakes_name_the_place_and_the_nearest_key(tmp_path: Path, sections: d
     assert "docs/recipes.md" in caught.value.expected
 
 
+def test_an_unknown_level_of_a_target_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"build\.target: no level 'sm99'; expected one of [a-z0-9, ]+\n"):
+        recipe(tmp_path, build={"target": "cuda:sm99"})
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

@@ -9,9 +9,11 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from engines.load import find_target
 from pipeline.recipe import Recipe
+from pipeline.stages.candidate import require_kept
 from pipeline.stages.wiring import STAGES, run
-from tapeout.errors import RecipeError
+from tapeout.errors import BuildError, RecipeError
 
 ROOT = Path(__file__).parents[2]
 CODE = "artifacts/environment/code"
@@ -75,3 +77,30 @@ def test_a_stage_that_does_not_exist_names_those_that_do() -> None:
     with pytest.raises(RecipeError) as caught:
         run("compile", Path("params.yaml"))
     assert "export" in caught.value.expected and "'compile'" in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("plan", "target", "found"),
+    [
+        ({"kv_cache": {"dtype": "fp8"}}, "ort-cpu", "a KV cache in fp8, which ort-cpu does not have"),
+        ({"kv_cache": {"dtype": "int4"}}, "cuda", "a KV cache in int4, which cuda does not have"),
+        ({"schemes": "auto", "kv_cache": {"dtype": "fp8"}}, "ort-cpu", "a KV cache in fp8, which ort-cpu does not"),
+        ({"schemes": [{"match": "*", "format": "fp8"}]}, "ort-cpu", "linears in fp8, which ort-cpu does not compute"),
+    ],
+)
+def test_the_first_stage_refuses_what_the_target_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any], target: str, found: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = {"source": "file:/nowhere"}
+    recipe = {"model": source, "data": source, "plan": plan, "build": {"target": target}}
+    Path("params.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(BuildError) as refused:
+        run("environment", Path("params.yaml"))
+    assert found in refused.value.found
+    assert not Path("artifacts").exists()
+
+
+@pytest.mark.parametrize(("dtype", "target"), [("fp8", "cuda"), ("int4", "ort-cpu"), ("float32", "ort-cuda")])
+def test_a_target_takes_the_caches_that_it_has(dtype: str, target: str) -> None:
+    require_kept(find_target(target), dtype)

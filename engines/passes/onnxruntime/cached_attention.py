@@ -82,7 +82,7 @@ def _require_kernel(lowering: Lowering, layer: int, dtype: str, head_size: int) 
     if reason := kernels.unsupported("CachedAttention") or kernels.unsupported_cache(dtype, head_size):
         raise BuildError(
             f"no attention for layer {layer}: {reason}",
-            expected="attention that a kernel of the target computes (docs/native-kernels.md)",
+            expected="attention that a kernel of the target computes (docs/native-kernels.md, docs/cuda-kernels.md)",
             remedy="build this model for another target, or on another machine if it is the processor that is named",
         )
 

@@ -24,7 +24,11 @@ def build(
         ),
     ],
     precision: Annotated[
-        str, typer.Option(help="fp16, bf16, int4, or by a plan: fp8 (beside 16 bits), auto (int4, FP8, 16 bits).")
+        str,
+        typer.Option(
+            help="Of TensorRT: fp16, bf16, int4, or by a plan: fp8 (beside 16 bits), auto (int4, FP8, 16 bits). "
+            "Other targets take the recipe's plan."
+        ),
     ] = "fp16",
     explain: Annotated[bool, typer.Option("--explain", help="Only print the lowering, pass by pass.")] = False,
     checkpoint: Annotated[
