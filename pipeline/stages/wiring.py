@@ -20,7 +20,7 @@ from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, RecipeError, RegistryError, TapeoutError
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import KVCache, Rule
+from tapeout.recipe import Rule
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle

@@ -82,9 +82,13 @@ def test_a_stage_that_does_not_exist_names_those_that_do() -> None:
 @pytest.mark.parametrize(
     ("plan", "target", "found"),
     [
-        ({"kv_cache": {"dtype": "fp8"}}, "ort-cpu", "a KV cache in fp8, which ort-cpu does not have"),
-        ({"kv_cache": {"dtype": "int4"}}, "cuda", "a KV cache in int4, which cuda does not have"),
-        ({"schemes": "auto", "kv_cache": {"dtype": "fp8"}}, "ort-cpu", "a KV cache in fp8, which ort-cpu does not"),
+        ({"kv_cache": {"dtype": "fp8"}}, "ort-cpu", "plan.kv_cache.dtype: fp8, which ort-cpu does not keep"),
+        ({"kv_cache": {"dtype": "int4"}}, "cuda", "plan.kv_cache.dtype: int4, which cuda does not keep"),
+        (
+            {"schemes": "auto", "kv_cache": {"dtype": "fp8"}},
+            "ort-cpu",
+            "plan.kv_cache.dtype: fp8, which ort-cpu does not keep",
+        ),
         ({"schemes": [{"match": "*", "format": "fp8"}]}, "ort-cpu", "linears in fp8, which ort-cpu does not compute"),
     ],
 )
