@@ -132,7 +132,12 @@ def test_sums_of_the_longest_block_do_not_overflow_and_longer_ones_are_refused(b
 def one_group(bits: int, columns: int, symmetric: bool) -> Scheme:
     """Groups as wide as no recipe can ask for, but a graph may."""
     return Scheme.model_construct(
-        bits=bits, group_size=columns, symmetric=symmetric, positive_scales=False, activations="float"
+        bits=bits,
+        group_size=columns,
+        symmetric=symmetric,
+        positive_scales=False,
+        activations="float",
+        format=f"int{bits}",
     )
 
 
