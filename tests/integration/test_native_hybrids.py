@@ -13,6 +13,7 @@ from engines.load import load
 from engines.sequences import Sequences, SlotEntry
 from runtime.engine.opening import open_bundle
 from runtime.wire.start import EngineSettings
+from tapeout.errors import RequestError
 from tapeout.recipe import Rule
 from tapeout.schemes import Scheme
 from tests.family_engines import Made, difference_from_checkpoint, make, words
@@ -74,10 +75,14 @@ def test_tokens_are_the_same_to_the_bit_in_any_cut_and_batch_by_any_threads(
             assert (whole[:cut] == begin).all() and (whole[cut:] == end).all()
 
 
-@pytest.mark.parametrize("kv_bytes", [None, 1 << 20])
+@pytest.mark.parametrize("kv_bytes", [None, 4 << 20])
 def test_an_engine_is_opened_with_snapshots_for_a_share_of_its_memory(made: Made, kv_bytes: int | None) -> None:
     io = made.bundle.record.io
     settings = EngineSettings(threads=1, slots=3, kv_bytes=kv_bytes, snapshot_share=0.25)
+    if not io.slot_bytes:
+        with pytest.raises(RequestError, match="has no recurrent state"):
+            open_bundle(made.bundle.folder, settings)
+        return
     with closing(open_bundle(made.bundle.folder, settings).engine) as engine:
         has = engine.capabilities
     each = io.token_bytes * io.max_tokens + io.slot_bytes
