@@ -26,7 +26,8 @@ typedef struct {
 } ApiBase;
 
 enum { ERROR_FAIL = 1, ERROR_ARGUMENT = 2 };
-enum { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6, INT64 = 7, BOOL = 9, HALF = 10, BFLOAT16 = 16 }; /* element types */
+/* Element types. */
+enum { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6, INT64 = 7, BOOL = 9, HALF = 10, BFLOAT16 = 16 };
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
 enum {
