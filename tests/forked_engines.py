@@ -27,7 +27,8 @@ class ForkedEngine:
         key.write_bytes(KEY + b"\n")
         start = Start(str(bundle), limits=Limits()).encode()
         command = [sys.executable, "-m", "tests.forked_engines", self.address, str(key), start]
-        self._parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        self._parent = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stdin=pipe, text=True, start_new_session=True)
         self.process = self._next()
 
     def kill(self) -> None:
@@ -36,8 +37,8 @@ class ForkedEngine:
         self.process = self._next()
 
     def close(self) -> None:
-        os.kill(self.process, signal.SIGKILL)
-        self._parent.kill()
+        """Both at once: between two kills, the parent could fork one that lives on and keeps the pipe open."""
+        os.killpg(self._parent.pid, signal.SIGKILL)
         self._parent.communicate()
 
     def _next(self) -> int:
