@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from tapeout import e4m3
-from tapeout.formats.fp8 import LAYOUT
 from tapeout.formats.int8 import same
 from tapeout.number_format import (
     AnyArray,
@@ -23,17 +22,17 @@ from tapeout.number_format import (
     Tensors,
     grouped,
     require_finite,
-    storable,
     stored_scales,
 )
 from tapeout.packed_codes import PackedCodes
 
+LAYOUT = "fp8-quantized"
 _SMALLEST_SCALE = np.float32(1e-33)  # see tapeout/integers.py
 
 
 @dataclass(frozen=True)
 class Fp8Dynamic(PackedCodes):
-    """A code is the byte of its float, and a checkpoint holds these bytes as such, as those of ``fp8``."""
+    """A code is the byte of its float, and a checkpoint holds these bytes as such: numpy has no type for them."""
 
     number_type: str = "float"
     grouped: bool = False
@@ -45,7 +44,7 @@ class Fp8Dynamic(PackedCodes):
         require_finite(weight)
         scales = np.abs(grouped(weight, grouping)).max(axis=-1) * np.float32(shrink) / e4m3.LARGEST
         scales = np.where(scales < _SMALLEST_SCALE, np.float32(1), scales)
-        return Grid(storable(scales), np.zeros_like(scales))
+        return Grid(self.storable(scales), np.zeros_like(scales))
 
     def rounded(self, scaled: FloatArray, zero_points: FloatArray) -> FloatArray:
         return e4m3.encoded(scaled).astype(np.float32)
