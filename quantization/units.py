@@ -11,7 +11,7 @@ import numpy as np
 from tapeout.errors import QuantizationError, RecipeError
 from tapeout.formats import formats
 from tapeout.number_format import FloatArray
-from tapeout.operators import operators
+from tapeout.operators import is_rate, operators
 from tapeout.operators.experts import UNITS
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.recipe import Cache, Embeddings, KVCache, Rule
@@ -105,11 +105,6 @@ def written_units(graph: PortableGraph, schemes: Mapping[str, Scheme]) -> tuple[
             key = (schemes[group.name], kind_of(group), _shape(group))
             found.setdefault(key, []).append(group)
     return tuple(unit_of(run) for groups in found.values() for run in _runs(groups))
-
-
-def is_rate(group: str) -> bool:
-    """Whether a group of linears only says how fast a recurrence decays and takes in tokens."""
-    return group.rpartition(".")[2] in {operator.rates for operator in operators().values() if operator.rates}
 
 
 def candidates_for(columns: int, candidate_schemes: Sequence[Scheme] = CANDIDATE_SCHEMES) -> tuple[Scheme, ...]:

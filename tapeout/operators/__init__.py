@@ -54,6 +54,11 @@ def operator_of(node: ir.Node | None) -> Operator | None:
     return operators().get(node.op_type) if node is not None and node.domain == DOMAIN else None
 
 
+def is_rate(group: str) -> bool:
+    """Whether a group of linears only says how fast a recurrence decays and takes in tokens."""
+    return group.rpartition(".")[2] in {operator.rates for operator in operators().values() if operator.rates}
+
+
 def operator_nodes(nodes: Iterable[ir.Node]) -> list[OperatorNode]:
     """Of a portable graph, in its order."""
     found = ((operator, node) for node in nodes if (operator := operator_of(node)))

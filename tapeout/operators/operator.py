@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -83,14 +83,16 @@ class Operator(Protocol):
     ``rates``: what those before it are called that only say how fast its state decays and how much of a token it takes
     in, by ``rate_inputs``. They are small, and their errors add up over all tokens, so they stay in float unless a
     recipe names them. Empty: it has none.
+
+    What most operators have no part in has a default here: it changes nothing.
     """
 
     name: str
     functions: frozenset[str]
     before: str
     after: str
-    rates: str
-    rate_inputs: frozenset[int]
+    rates: str = ""
+    rate_inputs: frozenset[int] = frozenset()
 
     def function(self) -> ir.Function:
         """Its meaning in standard operators of the ONNX opset."""
@@ -119,18 +121,18 @@ class Operator(Protocol):
 
         That is how a state of fewer bits is measured. Where state is always kept in float32, nothing is passed.
         """
-        ...
+        return nullcontext()
 
     def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
         """Run one layer of a stock transformers model, without a cache of its own, as if tokens came ``before``."""
-        ...
+        return nullcontext()
 
     def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
         """Run a stock transformers model, and hand over the recurrent state that each call leaves, in their order.
 
         Where nothing is kept, or a value for each token, nothing is handed over.
         """
-        ...
+        return nullcontext()
 
     def by_token(self, model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
         """Run a stock transformers model with what it computes in chunks of tokens computed token by token.
@@ -138,4 +140,4 @@ class Operator(Protocol):
         Sums over chunks are of another order, so two cuts of a text differ by more than rounding. ``kept``: what each
         token leaves in a recurrence passes through it; that is how a state of fewer bits is measured.
         """
-        ...
+        return nullcontext()

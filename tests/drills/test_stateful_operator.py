@@ -97,14 +97,12 @@ OPERATOR = '''"""A running mean of each channel: ``s[t] = decay * s[t - 1] + (1 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from tapeout.operators.hub_functions import functions_replaced
-from tapeout.operators.operator import TracedState
+from tapeout.operators.operator import Operator, TracedState
 from tapeout.state import Recurrent, StateTensor
 
 BODY = """
@@ -158,11 +156,10 @@ RunningMean (x, decay, attention_mask, past) => (output, present)
 """
 
 
-class RunningMean:
+class RunningMean(Operator):
     name = "RunningMean"
     functions = frozenset({"running_mean"})
     before, after = "mean_in", "mean_out"
-    rates, rate_inputs = "", frozenset[int]()
 
     def function(self):
         return ir.serde.deserialize_function(onnx.parser.parse_function(BODY))
@@ -181,9 +178,6 @@ class RunningMean:
             return tracer.node(self, inputs, {}, [kept], x.shape[1])
 
         return functions_replaced(model, {"running_mean": mean})
-
-    def changed(self, model, change):
-        return nullcontext()
 
     def resumed(self, model, before):
         def mean(x, decay):
@@ -204,9 +198,6 @@ class RunningMean:
             return means
 
         return functions_replaced(model, {"running_mean": mean})
-
-    def by_token(self, model, kept):
-        return nullcontext()
 
 
 OPERATOR = RunningMean()

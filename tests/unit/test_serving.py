@@ -18,7 +18,7 @@ from tests.fake_engine import MACHINE, History
 from tests.planted.test_pressure import END, V, answerer, decode
 
 TEXT = [number * number % 31 for number in range(400)]
-NOT_FLOAT = ("generation", "share", "running", "joining", "resumed")
+NOT_FLOAT = ("generation", "share", "reuse", "running", "joining", "resumed")
 SETTINGS = ServingSettings(steps=3, answers=4, new_tokens=5)
 
 

@@ -32,7 +32,7 @@ from engines.passes.graph.linears import (
 )
 from engines.passes.onnxruntime.block_linears import in_more_bits, widened
 from engines.passes.onnxruntime.routers import float_linear
-from tapeout.operators import operators
+from tapeout.operators import is_rate
 from tapeout.quantized import QuantizedWeight
 
 ACCURACY_LEVEL = 4
@@ -53,16 +53,11 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     if bits:
         nodes = [_nbits(lowering, label, node, bits)]
         put(lowering, node, nodes, f"MatMulNBits {described(parts[0])}{in_more_bits(parts[0], bits)}")
-    elif not parts and _is_rate(label) and not lowering.kernels.unsupported("FloatLinear"):
+    elif not parts and is_rate(label) and not lowering.kernels.unsupported("FloatLinear"):
         put(lowering, node, [_rate(lowering, label, node)], "FloatLinear fp32")
     else:
         decoded = f", decoded from {parts[0].scheme.name}" if parts else ""
         put(lowering, node, float_nodes(lowering, label, node), f"MatMul fp32{decoded}")
-
-
-def _is_rate(label: str) -> bool:
-    """Whether linears only say how fast a recurrence forgets: few outputs, and in float beside quantized ones."""
-    return label.rpartition(".")[2] in {operator.rates for operator in operators().values() if operator.rates}
 
 
 def _rate(lowering: Lowering, label: str, node: ir.Node) -> ir.Node:

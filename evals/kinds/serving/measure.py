@@ -31,7 +31,9 @@ from tapeout.progress import ProgressBar
 LENGTHS = (1, 2, 17, 63, 64, 65, 255, 256, 257, 300, 511, 513, 1024)
 SHORT = 65  # lengths up to here fill the slots of an engine that has more slots than lengths
 PIECES = (1, 7, 64, 255, 256, 300)
-SHARED = (17, 65, 300)  # within a block, just behind one, and over several
+PIECED = 1024  # what is behind so many tokens of the longest prompt is fed in pieces, alone, in `mixed`
+SHARED = (17, 65)  # within a block, and just behind one: with all slots
+WIDELY_SHARED, SHARERS = 300, 4  # over several blocks, and with so many slots
 REUSE_TOKENS = 40  # and as many more as the number of the slot, up to REUSE_SPREAD
 REUSE_SPREAD = 16
 MOVED_BLOCKS = 5
@@ -137,6 +139,7 @@ def served_items(
         positions = [
             {
                 *range(length, length + settings.steps),
+                *_ends(min(length, PIECED)),
                 *(end for turn in range(len(PIECES)) for end in _ends(length, turn)),
             }
             for length in lengths
@@ -144,12 +147,12 @@ def served_items(
         positions[-1] |= {prefix + ahead for prefix in prefixes for ahead in range(settings.steps)}
         anchor(candidate, baseline, held, [sorted(wanted) for wanted in positions])
         pieces(candidate, held, lengths, log)
-        steps(candidate, held, lengths, settings.steps, log)
         mixed(candidate, held, lengths, log)
+        steps(candidate, held, lengths, settings.steps, log)
         if candidate.slots > 1:
             copy(candidate, held[-1], prefixes, settings.steps, log)
     parts: list[Callable[[], None]] = [
-        partial(reuse, candidate, baseline, streams, settings.steps, log),
+        partial(reuse, candidate, streams, settings.steps, log),
         partial(generation, candidate, streams, settings, log),
         partial(running_paths, candidate, streams, settings, log),
         partial(other_shape, candidate, baseline, reopen, streams, settings.steps, log),
@@ -188,10 +191,10 @@ def _ends(length: int, turn: int = 0) -> list[int]:
 
 
 def pieces(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], log: ServedLog) -> None:
-    """A prompt fed in pieces, each continuing the slot, in every slot."""
+    """A prompt, or its beginning, fed in pieces, each continuing the slot, in every slot."""
     for slot, (stream, length) in enumerate(zip(held, lengths, strict=True)):
         at = 0
-        for end in _ends(length):
+        for end in _ends(min(length, PIECED)):
             logits = engine.prefill(slot, stream.tokens[at : end + 1], start=at)
             log.add(LoggedPlace("pieces", slot, slot, 1), stream, end, logits[0])
             at = end + 1
@@ -240,12 +243,12 @@ def steps(engine: Sequences, held: Sequence[Stream], lengths: Sequence[int], cou
             log.add(place, held[slot], at[entry], logits[entry], chosen=int(chosen[entry]))
 
 
-def reuse(engine: Sequences, baseline: Sequences | None, streams: Streams, count: int, log: ServedLog) -> None:
+def reuse(engine: Sequences, streams: Streams, count: int, log: ServedLog) -> None:
     """A short prompt in every slot, where a longer sequence was before, then decode steps of all slots."""
     room = max(1, engine.max_tokens - count)
     lengths = [min(room, REUSE_TOKENS + slot % REUSE_SPREAD) for slot in range(engine.slots)]
     held = [streams.next(length + count) for length in lengths]
-    anchor(engine, baseline, held, [range(length - 1, length + count) for length in lengths])
+    anchor(engine, None, held, [range(length - 1, length + count) for length in lengths])
     for slot, (stream, length) in enumerate(zip(held, lengths, strict=True)):
         logits = engine.prefill(slot, stream.tokens[:length])
         log.add(LoggedPlace("reuse", slot, slot, 1), stream, length - 1, logits[0])
@@ -284,16 +287,23 @@ def copy(engine: Sequences, stream: Stream, prefixes: Sequence[int], count: int,
 
 
 def share(engine: Sequences, streams: Streams, count: int, log: ServedLog) -> None:
-    """Different continuations of one prefix, one for each slot, fed in one step; they share its blocks."""
-    for length in [length for length in SHARED if length + count <= engine.max_tokens]:
+    """Different continuations of one prefix, one for each slot, fed in one step; they share its blocks.
+
+    The longest prefix has four continuations, in slots spread over all: each is compared with a prefill of its own.
+    """
+    spread = {number * (engine.slots - 1) // (SHARERS - 1) for number in range(SHARERS)}
+    for length, slots in (*((length, range(engine.slots)) for length in SHARED), (WIDELY_SHARED, sorted(spread))):
+        if length + count > engine.max_tokens:
+            continue
         prefix = streams.next(length).tokens
-        held = [Stream([*prefix, *streams.next(count).tokens]) for _ in range(engine.slots)]
+        held = [Stream([*prefix, *streams.next(count).tokens]) for _ in slots]
         anchor(engine, None, held, [range(length, length + count)] * len(held))
         engine.prefill(0, prefix, positions=())
-        found = engine.feed(
-            [SlotEntry(slot, stream.tokens[length:], length, range(count), 0) for slot, stream in enumerate(held)]
-        )
-        for slot, (stream, rows) in enumerate(zip(held, found, strict=True)):
+        batch = [
+            SlotEntry(slot, stream.tokens[length:], length, range(count), 0)
+            for slot, stream in zip(slots, held, strict=True)
+        ]
+        for slot, stream, rows in zip(slots, held, engine.feed(batch), strict=True):
             for ahead, row in enumerate(rows):
                 log.add(LoggedPlace("share", slot, 0, engine.slots), stream, length + ahead, row)
 

@@ -17,8 +17,8 @@ from evals.kinds.serving import ServingSettings
 from evals.kinds.serving.served_log import LoggedPlace, ServedLog, Stream, Streams, anchor
 from tapeout.progress import ProgressBar
 
-SPREAD = 97  # prompts have 1 to so many tokens
-AGAIN = 4  # sequences that are fed again in one step
+SPREAD = 71  # prompts have 1 to so many tokens
+AGAIN = 8  # sequences that are fed again in one step
 FULL = 8  # batch sizes that this divides have steps as full of drafts as a server makes them
 
 
@@ -96,12 +96,14 @@ def _decode(engine: Sequences, running: Sequence[Running], log: ServedLog) -> No
 
 
 def _draft(engine: Sequences, running: Sequence[Running], settings: ServingSettings, log: ServedLog) -> None:
-    """Any number of drafts for each, up to what a step has room for; nearly as many for all at some sizes."""
+    """Any number of drafts for every second one, up to what a step has room for, beside single tokens of the others;
+    nearly as many for all at some sizes.
+    """
     size = len(running)
     most = min(drafted_tokens(engine.engine.capabilities, settings), settings.step_tokens // size - 1)
     if most < 1:
         return
-    counts = [most - row % 2 if size % FULL == 0 else 1 + (row + size) % most for row in range(size)]
+    counts = [most - row % 2 if size % FULL == 0 else (row + size) % 2 * (1 + row % most) for row in range(size)]
     fed = [one.stream.tokens[one.length :][: count + 1] for one, count in zip(running, counts, strict=True)]
     batch = [
         SlotEntry(one.slot, tokens, one.length, range(len(tokens))) for one, tokens in zip(running, fed, strict=True)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tapeout.operators import DOMAIN
+from tapeout.operators.operator import Operator
 from tapeout.state import Paged, StateTensor
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, StateKept, StateLeft, Tracer
+    from tapeout.operators.operator import StateBefore, StateChange, Tracer
 
 NAME = "Attention"
 NAME_WITH_SINKS = "AttentionWithSinks"  # a function of ONNX cannot leave an input out, so the two have a name each
@@ -51,13 +52,12 @@ class AttentionNode:
         return [cls.of(node) for node in nodes if is_attention(node)]
 
 
-class Attention:
+class Attention(Operator):
     """See :class:`tapeout.operators.operator.Operator`."""
 
     name = NAME
     functions = frozenset[str]()  # attention has an interface of its own
     before, after = "qkv", "o"
-    rates, rate_inputs = "", frozenset[int]()
 
     def function(self) -> ir.Function:
         from tapeout.operators.attention.function import attention_function
@@ -91,12 +91,6 @@ class Attention:
         from tapeout.operators.attention.in_torch import after_tokens
 
         return after_tokens(model, before)
-
-    def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def by_token(self, model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def traced(self, model: Any, tracer: Tracer) -> AbstractContextManager[None]:
         from tapeout.operators.attention.tracing import attention_traced

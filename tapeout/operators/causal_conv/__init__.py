@@ -5,11 +5,12 @@ A sequence keeps the inputs of its last K - 1 tokens.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tapeout.operators import DOMAIN
+from tapeout.operators.operator import Operator
 from tapeout.operators.recurrent import likely_scale, recurrent_state
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, StateKept, StateLeft, Tracer
+    from tapeout.operators.operator import StateBefore, StateLeft, Tracer
     from tapeout.state import Recurrent
 
 NAME = "CausalConv"
@@ -41,13 +42,12 @@ class CausalConvNode:
         return cls(channels, kept + 1)
 
 
-class CausalConv:
+class CausalConv(Operator):
     """See :class:`tapeout.operators.operator.Operator`."""
 
     name = NAME
     functions = frozenset({"causal_conv1d_fn", "causal_conv1d_update"})
     before, after = "conv_in", "conv_out"
-    rates, rate_inputs = "", frozenset[int]()
 
     def function(self) -> ir.Function:
         from tapeout.operators.causal_conv.function import causal_conv_function
@@ -65,9 +65,6 @@ class CausalConv:
 
         return conv_traced(model, tracer)
 
-    def changed(self, model: Any, change: StateChange) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
         from tapeout.operators.causal_conv.in_torch import conv_resumed
 
@@ -77,9 +74,6 @@ class CausalConv:
         from tapeout.operators.causal_conv.in_torch import conv_leaving
 
         return conv_leaving(model, left)
-
-    def by_token(self, model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 OPERATOR = CausalConv()

@@ -5,18 +5,19 @@ The router is no part of it: scores, choice and weights are standard operators o
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tapeout.operators import DOMAIN
+from tapeout.operators.operator import Operator
 
 if TYPE_CHECKING:
     import numpy as np
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, StateKept, StateLeft, Tracer
+    from tapeout.operators.operator import Tracer
 
 NAME = "Experts"
 UP_INPUT, DOWN_INPUT = 3, 4
@@ -45,13 +46,12 @@ class ExpertGate:
         return cls(activation, alpha, limit, offset, bool(interleaved))
 
 
-class Experts:
+class Experts(Operator):
     """See :class:`tapeout.operators.operator.Operator`."""
 
     name = NAME
     functions = frozenset[str]()  # experts have an interface of their own
     before, after = "", ""  # a router that is rounded chooses other experts; experts write to the residual stream
-    rates, rate_inputs = "", frozenset[int]()
 
     def function(self) -> ir.Function:
         from tapeout.operators.experts.function import experts_function
@@ -68,18 +68,6 @@ class Experts:
         from tapeout.operators.experts.in_torch import experts_traced
 
         return experts_traced(model, tracer)
-
-    def changed(self, model: Any, change: StateChange) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def leaving(self, model: Any, left: StateLeft) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def by_token(self, model: Any, kept: StateKept | None) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 OPERATOR = Experts()

@@ -6,10 +6,11 @@ sequence keeps the matrices.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from tapeout.operators import DOMAIN
+from tapeout.operators.operator import Operator
 from tapeout.operators.recurrent import likely_scale, recurrent_state
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, StateKept, StateLeft, Tracer
+    from tapeout.operators.operator import StateBefore, StateKept, StateLeft, Tracer
     from tapeout.state import Recurrent
 
 NAME = "GatedDelta"
@@ -25,7 +26,7 @@ STATE = "delta"
 PAST_INPUT = 6
 
 
-class GatedDelta:
+class GatedDelta(Operator):
     """See :class:`tapeout.operators.operator.Operator`."""
 
     name = NAME
@@ -48,9 +49,6 @@ class GatedDelta:
         from tapeout.operators.gated_delta.in_torch import delta_traced
 
         return delta_traced(model, tracer)
-
-    def changed(self, model: Any, change: StateChange) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
         from tapeout.operators.gated_delta.in_torch import delta_resumed

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tapeout.operators import DOMAIN
+from tapeout.operators.operator import Operator
 from tapeout.operators.recurrent import likely_scale, recurrent_state
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
 
-    from tapeout.operators.operator import StateBefore, StateChange, StateKept, StateLeft, Tracer
+    from tapeout.operators.operator import StateBefore, StateKept, StateLeft, Tracer
     from tapeout.state import Recurrent
 
 NAME = "SelectiveScan"
@@ -25,7 +26,7 @@ STATE = "scan"
 PAST_INPUT = 5
 
 
-class SelectiveScan:
+class SelectiveScan(Operator):
     """See :class:`tapeout.operators.operator.Operator`."""
 
     name = NAME
@@ -48,9 +49,6 @@ class SelectiveScan:
         from tapeout.operators.selective_scan.in_torch import scan_traced
 
         return scan_traced(model, tracer)
-
-    def changed(self, model: Any, change: StateChange) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def resumed(self, model: Any, before: StateBefore) -> AbstractContextManager[None]:
         from tapeout.operators.selective_scan.in_torch import scan_resumed
