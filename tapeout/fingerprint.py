@@ -61,7 +61,7 @@ def _listed_features() -> set[str]:
 
 @functools.cache
 def amx_refusal() -> str:
-    """Why Linux does not let this process use the AMX of its processor, as a clause; empty where it does or there is none.
+    """Why Linux does not let this process use its processor's AMX, as a clause; empty where it does or there is none.
 
     The permission is asked for here, once, and holds for all threads of the process and for those it forks
     (Documentation/arch/x86/xstate.rst of Linux).

@@ -1,5 +1,6 @@
 #include "block_product.h"
 
+#include "amx.h"
 #include "memory.h"
 
 #include <float.h>
@@ -89,6 +90,26 @@ INLINE void update_max(LaneMax* max, F32x16 y, int64_t column, int64_t count) {
   const I32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   store(max->value, blend(greater_lanes, y, value));
   store_int(max->column, blend_int(greater_lanes, lane + splat_int((int32_t)column), load_int(max->column)));
+}
+
+/* The columns of a tile that a weight has, and their bias. */
+typedef struct {
+  int64_t first, count;
+  F32x16 bias;
+} Columns;
+
+INLINE Columns columns_of(const BlockWeight* w, int64_t tile) {
+  /* A tile of padding has no columns; it must not even form addresses beyond those of the last. */
+  const int64_t left = w->shape.N - tile * TILE;
+  const int64_t columns = left >= TILE ? TILE : left > 0 ? left : 0, column = left > 0 ? tile * TILE : 0;
+  return (Columns){column, columns, w->bias ? load_first(w->bias + column, columns) : (F32x16){0}};
+}
+/* Sums of a row and a tile: to its outputs, or into the largest of the row. */
+INLINE void write_outputs(const BlockWeight* w, const Columns* to, F32x16 sums, int64_t row, float* y, LaneMax* max) {
+  if (max)
+    update_max(max + row, sums + to->bias, to->first, to->count);
+  else
+    store_first(y + row * w->shape.N + to->first, sums + to->bias, to->count);
 }
 
 /* Where the last joined steps of a weight begin, in its codes. */
@@ -208,15 +229,8 @@ INLINE void multiply_tiles(const BlockWeight* w, const BlockRows* rows, float* t
     }
   }
   EACH (int t = 0; t < tiles; t++) {
-    /* A tile of padding has no columns; it must not even form addresses beyond those of the last. */
-    const int64_t left = k->N - (tile + t) * TILE;
-    const int64_t columns = left >= TILE ? TILE : left > 0 ? left : 0, column = left > 0 ? (tile + t) * TILE : 0;
-    F32x16 bias = w->bias ? load_first(w->bias + column, columns) : (F32x16){0};
-    EACH (int m = 0; m < count; m++)
-      if (max)
-        update_max(max + row + m, y[m][t] + bias, column, columns);
-      else
-        store_first(to_y + (row + m) * k->N + column, y[m][t] + bias, columns);
+    const Columns to = columns_of(w, tile + t);
+    EACH (int m = 0; m < count; m++) write_outputs(w, &to, y[m][t], row + m, to_y, max);
   }
 }
 
@@ -277,12 +291,190 @@ static void multiply_group(const BlockWeight* w, const BlockRows* rows, float* y
     MULTIPLY_GROUP(4, 0)
 }
 
+#if AMX
+/* Products by tiles of AMX, for blocks of whole 64 channels and many rows. The codes of some tiles and blocks are unpacked to
+   memory that the second-level cache holds, less their zero points, and all rows pass them in groups of 16: a group's activations
+   then stay in the first-level cache. Sums within a block are the same integers, and blocks are scaled and added in the same order,
+   so results have the bits of the vectors' code.
+
+   Registers: four of sums, and two each of activations and of weights. A product's sums are stored two products later and scaled
+   two products after that: a product takes 16 cycles, but its sums are there only 52 cycles after it began. */
+enum { SUMS = 4, ACTIVATIONS = SUMS, WEIGHTS = ACTIVATIONS + 2, STORE_AFTER = 2, SCALE_AFTER = 4 };
+enum { PRODUCT_CHANNELS = TILE_ROW_BYTES, CHUNK_CHANNELS = 512, RUN_TILES = 8 };
+/* Fewer are as fast with vectors, which need no unpacked codes. */
+enum { LEAST_ROWS = 24 };
+
+/* The blocks of a chunk, of one tile and the rows of a group. */
+typedef struct {
+  int64_t blocks, block, row_bytes, stride;
+  const int8_t *x, *codes;
+  const float *scales, *x_scales; /* [blocks, 16], [blocks, stride] */
+} Chunk;
+
+/* Signed codes of the blocks `begin` to `end` of a tile, each less its zero point, and their scales. */
+INLINE void unpack_blocks(const BlockWeight* w, int8_t* to, float* scales, int64_t tile, int64_t begin, int64_t end,
+                          const int bits) {
+  const BlockShape* k = &w->shape;
+  const int joined = joined_steps(bits);
+  const uint8_t* from = w->codes + (tile * k->K + begin * k->block) * TILE * bits / 8;
+  for (int64_t b = begin; b < end; b++, scales += TILE) {
+    store(scales, scale_at(w, tile, b));
+    const I32x16 zero =
+        k->symmetric ? splat_int(1 << (bits - 1)) : widen_bytes(w->zero_points + (tile * w->blocks + b) * TILE);
+    const I8x64 zeros = (I8x64)(zero | shift_left(zero, 8) | shift_left(zero, 16) | shift_left(zero, 24));
+    for (int64_t s = 0; s < k->block / STEP; s += joined, from += 64 * joined * bits / 8)
+      EACH (int i = 0; i < joined; i++, to += TILE * STEP)
+        store_int(to, (I32x16)((I8x64)codes_at(from, i, bits, 0, 0) - zeros));
+  }
+}
+
+static void unpack(const BlockWeight* w, int8_t* to, float* scales, int64_t tile, int64_t begin, int64_t end) {
+  if (w->shape.bits == 8)
+    unpack_blocks(w, to, scales, tile, begin, end, 8);
+  else if (w->shape.bits == 6)
+    unpack_blocks(w, to, scales, tile, begin, end, 6);
+  else if (w->shape.bits == 5)
+    unpack_blocks(w, to, scales, tile, begin, end, 5);
+  else
+    unpack_blocks(w, to, scales, tile, begin, end, 4);
+}
+
+/* The sums of block `b`, into register `i`. Registers are part of an instruction. */
+#define PRODUCT(i)                                                      \
+  case i:                                                               \
+    _tile_zero(i);                                                      \
+    for (int64_t at = b * c->block; at < end; at += PRODUCT_CHANNELS) { \
+      _tile_loadd(ACTIVATIONS + i % 2, c->x + at, c->row_bytes);        \
+      _tile_loadd(WEIGHTS + i % 2, c->codes + at * TILE, TILE * STEP);  \
+      _tile_dpbssd(i, ACTIVATIONS + i % 2, WEIGHTS + i % 2);            \
+    }                                                                   \
+    break;
+INLINE void begin_sums(const int i, const Chunk* c, int64_t b) {
+  const int64_t end = (b + 1) * c->block;
+  switch (i) { PRODUCT(0) PRODUCT(1) PRODUCT(2) PRODUCT(3) }
+}
+INLINE void store_sums(const int i, int32_t* to) {
+  switch (i) {
+    case 0: _tile_stored(0, to, TILE * sizeof *to); break;
+    case 1: _tile_stored(1, to, TILE * sizeof *to); break;
+    case 2: _tile_stored(2, to, TILE * sizeof *to); break;
+    case 3: _tile_stored(3, to, TILE * sizeof *to); break;
+  }
+}
+INLINE void scale_sums(const Chunk* c, F32x16 y[TILE_ROWS], const int32_t* sums, int64_t b, const int count) {
+  const F32x16 scale = load(c->scales + b * TILE);
+  EACH (int m = 0; m < count; m++) {
+    const F32x16 combined = scale * splat(c->x_scales[b * c->stride + m]);
+    y[m] = vfma(to_float(load_int(sums + m * TILE)), combined, y[m]);
+  }
+}
+
+/* Adds a chunk to the outputs y [count, 16]. `count` is a constant where this is inlined. */
+INLINE void add_chunk(const Chunk* c, float* to, const int count) {
+  _Alignas(64) int32_t sums[SUMS][TILE_ROWS * TILE];
+  F32x16 y[TILE_ROWS];
+  EACH (int m = 0; m < count; m++) y[m] = load(to + m * TILE);
+  for (int64_t first = 0; first < c->blocks + SCALE_AFTER; first += SUMS)
+    EACH (int i = 0; i < SUMS; i++) {
+      const int64_t b = first + i, stored = b - STORE_AFTER, scaled = b - SCALE_AFTER;
+      const int of_stored = (i + SUMS - STORE_AFTER) % SUMS;
+      if (stored >= 0 && stored < c->blocks) store_sums(of_stored, sums[of_stored]);
+      if (b < c->blocks) begin_sums(i, c, b);
+      if (scaled >= 0 && scaled < c->blocks) scale_sums(c, y, sums[i], scaled, count);
+    }
+  EACH (int m = 0; m < count; m++) store(to + m * TILE, y[m]);
+}
+
+#define COUNT(count) \
+  case count: add_chunk(c, y, count); break;
+static void add_group(const Chunk* c, float* y, int count) {
+  switch (count) { COUNT(11) COUNT(12) COUNT(13) COUNT(14) COUNT(15) COUNT(16) }
+}
+_Static_assert(LEAST_ROWS == 24, "a group of as many rows or more has at least 11, of 33 rows");
+
+/* Whether tiles compute it: codes less zero points must be signed bytes. */
+static int takes_tiles(const BlockWeight* w, const BlockRows* rows, int64_t first, int64_t end) {
+  const BlockShape* k = &w->shape;
+  if (rows->count < LEAST_ROWS || k->block % PRODUCT_CHANNELS || !has_tiles()) return 0;
+  if (k->symmetric) return !k->e2m1; /* floats come in blocks of 32 */
+  if (k->bits == 8) return 0;
+  U8x16 any = {0};
+  for (int64_t at = first * w->blocks; at < end * w->blocks; at++) {
+    U8x16 zeros;
+    memcpy(&zeros, w->zero_points + at * TILE, sizeof zeros);
+    any |= zeros;
+  }
+  return __builtin_reduce_max(any) < 128;
+}
+
+/* What `multiply_rows` does, by tiles. 0: there is no memory. */
+static int multiply_by_tiles(const BlockWeight* w, const BlockRows* rows, int64_t first, int64_t end, float* to_y,
+                             LaneMax* max) {
+  const BlockShape* k = &w->shape;
+  const int64_t chunk = CHUNK_CHANNELS > k->block ? CHUNK_CHANNELS / k->block : 1, code_bytes = chunk * k->block * TILE;
+  const int64_t groups = (rows->count + TILE_ROWS - 1) / TILE_ROWS, bytes = tile_bytes(k);
+  const int64_t chunks = (w->blocks + chunk - 1) / chunk, stride = row_bytes(k->K);
+  char* memory = scratch(SCRATCH_TILES, RUN_TILES * (code_bytes + (chunk + rows->count) * TILE * sizeof(float)));
+  if (!memory) return 0;
+  int8_t* codes = (int8_t*)memory;
+  float *scales = (float*)(memory + RUN_TILES * code_bytes), *sums = scales + RUN_TILES * chunk * TILE;
+  TileShapes shapes = {0};
+  shape_tiles(&shapes, WEIGHTS, TILE_REGISTERS, TILE_ROWS, TILE * STEP);
+  int configured = 0;
+  for (int64_t begin = first; begin < end; begin += RUN_TILES) {
+    const int64_t stop = smaller(begin + RUN_TILES, end), tiles = stop - begin;
+    /* The next run, or that of another part, is prefetched in as many portions as groups pass tiles. */
+    const int64_t left = stop < end ? end - stop : smaller(end - first, w->tiles + w->after - stop);
+    const int64_t next = smaller(RUN_TILES, left), portions = groups * chunks * tiles;
+    const char* from = (const char*)w->codes + stop * bytes;
+    Ahead ahead = {from, from + next * bytes, (next * bytes / 64 + portions - 1) / portions};
+    memset(sums, 0, rows->count * tiles * TILE * sizeof *sums);
+    for (int64_t b = 0; b < w->blocks; b += chunk) {
+      const int64_t last = smaller(b + chunk, w->blocks);
+      for (int64_t t = 0; t < tiles; t++)
+        unpack(w, codes + t * code_bytes, scales + t * chunk * TILE, begin + t, b, last);
+      for (int64_t g = 0; g < groups; g++) {
+        const int64_t row = rows->count * g / groups;
+        const int count = (int)(rows->count * (g + 1) / groups - row);
+        if (count != configured) {
+          shape_tiles(&shapes, 0, WEIGHTS, count, TILE_ROW_BYTES); /* sums and activations */
+          _tile_loadconfig(&shapes);
+          configured = count;
+        }
+        for (int64_t t = 0; t < tiles; t++) {
+          float* y = sums + (row * tiles + t * count) * TILE;
+          const Chunk part = {last - b,
+                              k->block,
+                              stride,
+                              rows->stride,
+                              rows->codes + row * stride + b * k->block,
+                              codes + t * code_bytes,
+                              scales + t * chunk * TILE,
+                              rows->scales + b * rows->stride + row};
+          prefetch_some(&ahead);
+          add_group(&part, y, count);
+          if (last < w->blocks) continue;
+          const Columns to = columns_of(w, begin + t);
+          for (int64_t m = 0; m < count; m++) write_outputs(w, &to, load(y + m * TILE), row + m, to_y, max);
+        }
+      }
+    }
+  }
+  _tile_release();
+  release_scratch(SCRATCH_TILES);
+  return 1;
+}
+#endif
+
 /* Each group of rows passes a run of tiles before the next group does, so its activations stay in the first-level cache and
    the weights in the second. The next run is prefetched meanwhile, some lines with each block: without this, memory is idle
    while rows are computed. Where all rows are one group, memory is read in one stream and prefetched two pages ahead. The
    processor's own prefetching stops at the end of a page, and the fewer bits a weight has, the fewer bytes its window of
    instructions reaches beyond it. */
 void multiply_rows(const BlockWeight* w, const BlockRows* rows, int64_t first, int64_t end, float* y, LaneMax* max) {
+#if AMX
+  if (takes_tiles(w, rows, first, end) && multiply_by_tiles(w, rows, first, end, y, max)) return;
+#endif
   const int64_t width = rows->count > GROUP ? WIDE : 1, largest = GROUP / width;
   const int64_t groups = (rows->count + largest - 1) / largest, bytes = tile_bytes(&w->shape);
   const int64_t most = RUN_BYTES > width * bytes ? RUN_BYTES / (width * bytes) * width : width;

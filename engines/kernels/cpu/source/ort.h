@@ -299,7 +299,7 @@ static inline Status* parallel(Api api, const Context* context, Threads* threads
 
 /* Memory of the calling thread, at least `bytes` of it, uninitialized, aligned to a cache line; NULL if there is none.
    A thread keeps up to SCRATCH_KEPT bytes of each kind until it ends; `release_scratch` frees what is larger. */
-enum { SCRATCH_LINEAR, SCRATCH_ROW, SCRATCH_ATTENTION, SCRATCH_EXPERTS, SCRATCHES };
+enum { SCRATCH_LINEAR, SCRATCH_ROW, SCRATCH_ATTENTION, SCRATCH_EXPERTS, SCRATCH_TILES, SCRATCHES };
 enum { SCRATCH_KEPT = 4 << 20 };
 void* scratch(int which, size_t bytes);
 void release_scratch(int which);

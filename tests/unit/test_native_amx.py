@@ -1,0 +1,176 @@
+"""Linears by tiles of AMX: the bits of AVX-512 VNNI, also where Linux does not let a process use tiles."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.kernels.cpu import compiler, find_level
+from tapeout.quantized import QuantizedWeight
+from tapeout.schemes import Scheme
+from tests import native
+from tests.random_linears import random_linear
+
+TILES, VECTORS = find_level("x86-64-amx"), find_level("x86-64-avx512vnni")
+REFUSAL = TILES.refusal()
+needs_tiles = pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)
+# Tokens: too few for tiles, the fewest, groups of 11 to 16, of two sizes, and many.
+TOKENS = (23, 24, 33, 37, 48, 65, 130)
+SCHEMES = [
+    Scheme(bits=bits, group_size=block, symmetric=symmetric)
+    for bits in (4, 5, 6, 8)
+    for block in (32, 64, 128, 256)
+    for symmetric in (True, False)
+]
+
+
+def computed(library: Path, linear: QuantizedWeight, kind: str = "BlockLinear", threads: int = 1) -> list[native.Array]:
+    """The outputs of all ``TOKENS``."""
+    columns = linear.codes.shape[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: library)
+        run = native.linear_session(kind, linear, threads=threads)
+        rng, found = np.random.default_rng(3), list[native.Array]()
+        for count in TOKENS:
+            x = (rng.standard_normal((count, columns)) * 10.0 ** rng.integers(-3, 4, (count, 1))).astype(np.float32)
+            x[1, 5] = np.nan
+            found += run(x, np.array(True))[1:] if kind == "HeadLinear" else run(x)
+        return found
+
+
+def same(found: list[native.Array], wanted: list[native.Array]) -> bool:
+    return all(np.array_equal(a, b, equal_nan=a.dtype == np.float32) for a, b in zip(found, wanted, strict=True))
+
+
+@needs_tiles
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_tiles_give_the_bits_of_vectors(scheme: Scheme) -> None:
+    columns = 9 * scheme.group_size
+    for outputs, half in ((37, True), (300, False)):  # padding within a run of tiles, several runs
+        linear = random_linear(outputs, columns, scheme, half=half)
+        assert same(*(computed(compiler.library(level), linear) for level in (TILES, VECTORS)))
+
+
+@needs_tiles
+def test_tiles_choose_the_tokens_of_vectors_and_threads_share_nothing() -> None:
+    linear = random_linear(700, 576, Scheme(bits=8, group_size=64, symmetric=True))
+    assert same(*(computed(compiler.library(level), linear, "HeadLinear") for level in (TILES, VECTORS)))
+    one, three = (computed(compiler.library(TILES), linear, threads=threads) for threads in (1, 3))
+    assert same(one, three)
+
+
+@needs_tiles
+def test_zero_points_that_do_not_fit_a_signed_byte() -> None:
+    assert same(*(computed(compiler.library(level), far()) for level in (TILES, VECTORS)))
+
+
+def far() -> QuantizedWeight:
+    linear = random_linear(100, 640, Scheme(bits=4, group_size=64, symmetric=False))
+    assert linear.zero_points is not None
+    linear.zero_points[90] = 200
+    return linear
+
+
+def plain() -> QuantizedWeight:
+    """Two chunks of blocks; a chunk has several."""
+    return random_linear(100, 1024, Scheme(bits=4, group_size=64, symmetric=True))
+
+
+# Changes of the kernel, each with a linear whose results then differ.
+DEFECTS = {
+    "a group has the scales of the first rows": (
+        plain,
+        (("rows->scales + b * rows->stride + row}", "rows->scales + b * rows->stride}"),),
+    ),
+    "registers keep the shape of another group": (plain, (("if (count != configured) {", "if (!configured) {"),)),
+    "a block has the scales of its neighbour": (
+        plain,
+        (("load(c->scales + b * TILE)", "load(c->scales + (b ^ 1) * TILE)"),),
+    ),
+    "blocks are added in another order": (
+        plain,
+        (
+            ("y[m] = load(to + m * TILE);", "y[m] = (F32x16){0};"),
+            ("store(to + m * TILE, y[m]);", "store(to + m * TILE, load(to + m * TILE) + y[m]);"),
+        ),
+    ),
+    "zero points need not fit a signed byte": (far, (("reduce_max(any) < 128", "reduce_max(any) < 255"),)),
+}
+
+
+@needs_tiles
+@pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
+def test_a_planted_defect_is_found(
+    defect: tuple[Callable[[], QuantizedWeight], tuple[tuple[str, str], ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    linear, changes = defect
+    source = tmp_path / "source"
+    shutil.copytree(compiler.SOURCE, source)
+    text = (source / "block_product.c").read_text()
+    for before, after in changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (source / "block_product.c").write_text(text)
+    wanted = computed(compiler.library(VECTORS), linear())
+    native.own_cache(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(compiler, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in compiler.FLAGS))
+    assert not same(computed(compiler.library(TILES, source), linear()), wanted)
+
+
+# A process whose main thread has an alternate signal stack of 4 KB, which cannot save tiles.
+REFUSED = """
+import ctypes, sys
+class Stack(ctypes.Structure):
+    _fields_ = [("memory", ctypes.c_void_p), ("flags", ctypes.c_int), ("bytes", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
+from engines.kernels import cpu
+from tapeout.fingerprint import amx_refusal
+from tests.unit import test_native_amx as here
+from pathlib import Path
+tiles, vectors = map(Path, sys.argv[1:])
+assert here.same(*(here.computed(library, here.plain()) for library in (tiles, vectors)))
+print(cpu.level().name, amx_refusal())
+"""
+
+
+@needs_tiles
+def test_where_linux_refuses_tiles_the_library_computes_the_same_bits_and_another_level_is_taken() -> None:
+    done = fresh("-c", REFUSED, str(compiler.library(TILES)), str(compiler.library(VECTORS)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{VECTORS.name} Linux does not let this process use AMX, which the processor has: ")
+    assert "native kernels of another level are used" in done.stderr
+
+
+@needs_tiles
+def test_the_signal_stack_of_faulthandler_can_save_tiles() -> None:
+    show = "from engines.kernels import cpu; print(cpu.level().name)"
+    assert fresh("-X", "faulthandler", "-c", show).stdout.strip() == TILES.name
+
+
+@needs_tiles
+def test_a_forked_process_computes_by_tiles() -> None:
+    """Tiles that Linux does not permit would end it with SIGILL."""
+    wanted = computed(compiler.library(VECTORS), plain())
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe()
+    child = context.Process(target=lambda: send.send(computed(compiler.library(TILES), plain())))
+    child.start()
+    assert receive.poll(60) and same(receive.recv(), wanted)
+    child.join()
+    assert child.exitcode == 0
+
+
+def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, in the checkout."""
+    root = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=root)
