@@ -492,6 +492,10 @@ def test_doctor_tells_which_native_kernels_run(monkeypatch: pytest.MonkeyPatch) 
     from pipeline.cli.doctor import native_kernels
 
     assert [native_kernels(level).found for level in LEVELS] == [level.name for level in LEVELS]
+    with monkeypatch.context() as refused:
+        refused.setattr("pipeline.cli.doctor.amx_refusal", lambda: "Linux does not let this process use AMX")
+        found = native_kernels(LEVELS[1])
+    assert (found.status, found.found) == (Status.LIMITED, f"{LEVELS[1].name}: Linux does not let this process use AMX")
     monkeypatch.setattr(native, "level", lambda: None)
     monkeypatch.setattr(native, "cpu_features", lambda: ())
     monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")

@@ -17,6 +17,7 @@ from tapeout.quantized import QuantizedWeight
 from tapeout.schemes import Scheme
 from tests import native
 from tests.random_linears import random_linear
+from tests.unit import test_native_block_experts as block_experts
 
 TILES, VECTORS = find_level("x86-64-amx"), find_level("x86-64-avx512vnni")
 REFUSAL = TILES.refusal()
@@ -64,6 +65,23 @@ def test_tiles_choose_the_tokens_of_vectors_and_threads_share_nothing() -> None:
     assert same(*(computed(compiler.library(level), linear, "HeadLinear") for level in (TILES, VECTORS)))
     one, three = (computed(compiler.library(TILES), linear, threads=threads) for threads in (1, 3))
     assert same(one, three)
+
+
+@needs_tiles
+def test_experts_by_tiles_give_the_bits_of_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some experts have tokens enough for tiles, others have not."""
+    rng = np.random.default_rng(4)
+    scheme = Scheme(bits=5, group_size=64, symmetric=False)
+    up, down = block_experts.weights(scheme, True, hidden=192, inner=320)
+    x = rng.standard_normal((120, 192)).astype(np.float32)
+    index = rng.choice(block_experts.EXPERTS, (120, 2), p=(0.4, 0.3, 0.2, 0.05, 0.03, 0.02)).astype(np.int64)
+    share = rng.random((120, 2), np.float32)
+    found: list[native.Array] = []
+    for level in (TILES, VECTORS):
+        monkeypatch.setattr(block_experts, "library", lambda level=level: compiler.library(level))
+        session = block_experts.opened(block_experts.experts_model(block_experts.GATES[0], up, down))
+        found.append(block_experts.run(session, x, index, share))
+    assert same(found[:1], found[1:])
 
 
 @needs_tiles
