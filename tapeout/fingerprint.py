@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import logging
+import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
@@ -10,6 +14,8 @@ from pathlib import Path
 
 from tapeout.artifact import Frozen
 from tapeout.errors import FingerprintError
+
+log = logging.getLogger(__name__)
 
 
 class Fingerprint(Frozen):
@@ -31,19 +37,43 @@ FEATURES = (
     *("avx512f", "avx512bw", "avx512_vnni", "amx_int8"),
     *("asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "svei8mm", "svebf16", "sme", "sme2"),
 )
+AMX = "amx_int8"
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of x86-64: asm/unistd_64.h, asm/prctl.h, asm/fpu/types.h
 
 
 def cpu_features() -> tuple[str, ...]:
-    """Those of ``FEATURES`` that this processor has, as Linux lists them; empty on other systems.
+    """Those of ``FEATURES`` that this processor has, as Linux lists them, and that this process may use; empty on other
+    systems.
 
     Not from archspec 0.2.7: on a virtual machine whose processor it has no name for, ``archspec.cpu.host()`` gives the
     features of ``x86_64_v4``, without the ``avx512_vnni`` that the processor has.
     """
+    present = _listed_features()
+    return tuple(feature for feature in FEATURES if feature in present and (feature != AMX or not amx_refusal()))
+
+
+def _listed_features() -> set[str]:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    present = set(found.partition(":")[2].split())
-    return tuple(feature for feature in FEATURES if feature in present)
+    return set(found.partition(":")[2].split())
+
+
+@functools.cache
+def amx_refusal() -> str:
+    """Why Linux does not let this process use the AMX of its processor, as a clause; empty where it does or there is none.
+
+    The permission is asked for here, once, and holds for all threads of the process and for those it forks
+    (Documentation/arch/x86/xstate.rst of Linux).
+    """
+    if AMX not in _listed_features():
+        return ""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not libc.syscall(*map(ctypes.c_long, (ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA))):
+        return ""
+    reason = f"Linux does not let this process use AMX, which the processor has: {os.strerror(ctypes.get_errno())}"
+    log.warning("%s; native kernels of another level are used", reason)
+    return reason
 
 
 def current(libraries: tuple[str, ...], features: Callable[[], tuple[str, ...]] = cpu_features) -> Fingerprint:

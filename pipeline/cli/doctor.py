@@ -24,7 +24,7 @@ from engines.load import at_level, find_target
 from pipeline.registry.tracking import probe, public_uri, sqlite_path, tracking_uri, unreachable
 from tapeout.artifact import load
 from tapeout.errors import TapeoutError
-from tapeout.fingerprint import cpu_features
+from tapeout.fingerprint import amx_refusal, cpu_features
 from tapeout.recipe import Build
 from tapeout.resources import available_memory, container_limit
 from tapeout.state import SEQUENCE_SLOTS
@@ -244,6 +244,9 @@ def native_kernels(level: native.Level | None) -> Finding:
     if level is None:
         remedy = f"{DEFAULT_TARGET} needs a processor of a level in docs/native-kernels.md: use another machine"
         return Finding("native kernels", Status.MISSING, native.unsupported(), remedy)
+    if refusal := amx_refusal():
+        remedy = "AMX needs Linux 5.16, a sandbox that allows arch_prctl, and alternate signal stacks that can hold it"
+        return Finding("native kernels", Status.LIMITED, f"{level.name}: {refusal}", remedy)
     return Finding("native kernels", Status.OK, level.name)
 
 

@@ -16,7 +16,7 @@ from tests.sanitizers.build import HOST
 
 # Processors of qemu with what a level needs; -cpu max has all that qemu knows.
 PROCESSORS = {"aarch64-i8mm": "max", "aarch64-dotprod": "neoverse-n1", "x86-64-avx2": "max"}
-WIDE = "x86-64-avx512vnni"  # its attention over codes rounds queries and weights to 16 bits
+WIDE = ("x86-64-amx", "x86-64-avx512vnni")  # their attention over codes rounds queries and weights to 16 bits
 # Debian's packages with the C library of a machine, for others.
 LIBRARIES = {"aarch64": "libc6-arm64-cross", "x86_64": "libc6-amd64-cross"}
 
@@ -26,7 +26,7 @@ def build(level: Level, folder: Path) -> Path:
     program = folder / f"{level.name}.program"
     flags = ("-std=c11", "-O1", "-target", f"{level.machine}-linux-gnu.2.28", f"-I{compiler.SOURCE}")
     wrapped = "-D__real_aligned_alloc=aligned_alloc"  # no allocation fails: those of a library are its own
-    digits = f"-DIN_DIGITS={int(level.name == WIDE)}"
+    digits = f"-DIN_DIGITS={int(level.name in WIDE)}"
     command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags, wrapped, digits, *map(str, HOST)]
     done = subprocess.run(
         [*command, str(compiler.library(level)), "-lm", "-lpthread", "-o", str(program)],

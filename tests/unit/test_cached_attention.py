@@ -34,7 +34,7 @@ BLOCK_TOKENS = 64
 def rounds_queries(case: Case) -> bool:
     """Whether queries and weights of the softmax are rounded to 16 bits (``cached_attention.c``)."""
     level = native.level()
-    return case.codes and level is not None and level.name == "x86-64-avx512vnni"
+    return case.codes and level is not None and level.name in ("x86-64-amx", "x86-64-avx512vnni")
 
 
 def limit(case: Case) -> float:

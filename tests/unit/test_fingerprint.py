@@ -61,7 +61,7 @@ def processor(*features: str, machine: str = "x86_64", level: str = "") -> Finge
 @pytest.mark.parametrize(
     ("here", "level"),
     [
-        (processor("avx2", "avx512_vnni", "amx_int8"), "best"),  # of a feature that selects no kernel of ours
+        (processor("avx2", "avx512_vnni", "avx_ne_convert"), "best"),  # of a feature that selects no kernel of ours
         (processor("avx2", "fma"), "least"),
         (processor("asimddp", "sve", machine="aarch64"), "other"),
         (processor("avx2", "avx512_vnni", level="least"), "least"),

@@ -33,7 +33,7 @@ from tests.lowering import model_of
 COMPILES = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="kernels are made on Linux on x86-64"
 )
-BEST, MIDDLE, LEAST = (level for level in LEVELS if level.machine == "x86_64")
+BEST, WIDE, MIDDLE, LEAST = (level for level in LEVELS if level.machine == "x86_64")
 LOWERED = LoweredRecord(
     precision="float32",
     io=IOContract(inputs=(), state=(), max_tokens=1, slots=1, vocab_size=1),
@@ -197,6 +197,7 @@ def test_why_they_cannot_run_here_is_a_clause_for_users(
     ("features", "level"),
     [
         ((*LEAST.needed, *BEST.needed), BEST),
+        ((*LEAST.needed, *WIDE.needed), WIDE),
         (LEAST.needed, LEAST),
         ((*LEAST.needed, "avx_vnni"), MIDDLE),
         ((*LEAST.needed, "avx512f", "avx512bw"), LEAST),  # AVX-512 without VNNI

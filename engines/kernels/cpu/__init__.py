@@ -57,9 +57,15 @@ def library_file(level: str) -> str:
 
 _PLAIN = "-bmi-bmi2-lzcnt-movbe"  # FEATURES has none of these, so they are not used
 
-# All that a bundle carries; of each machine the best first. A processor with the features of the first level also has
-# avx512dq, avx512vl and the like.
+# All that a bundle carries; of each machine the best first. A processor with the features of the first two levels also
+# has avx512dq, avx512vl and the like.
 LEVELS = (
+    Level(
+        "x86-64-amx",
+        "x86_64",
+        ("avx512f", "avx512bw", "avx512_vnni", "amx_int8"),  # where there is amx_int8, there is amx_tile
+        ("-mcpu=x86_64_v4+avx512vnni+amx_tile+amx_int8", "-mprefer-vector-width=512"),
+    ),
     Level(
         "x86-64-avx512vnni",
         "x86_64",
