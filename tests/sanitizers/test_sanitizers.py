@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.kernels.cpu import Level, compiler
+from engines.kernels.cpu import Level, compiler, find_level
 from tests.native import least_level
 from tests.sanitizers import build
 
@@ -581,6 +581,24 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
     done = fuzz_until_found(build.link(objects, tmp_path / "fuzz"), PLANTED_CASES, PLANTED_RUNS)
     assert done.returncode != 0, f"not found in {PLANTED_RUNS} x {PLANTED_CASES} cases: {done.stdout}"
     assert re.search(defect.found, done.stderr), done.stderr[-3000:]
+
+
+@pytest.mark.usefixtures("sanitizers")
+def test_a_tile_register_that_is_loaded_from_beyond_its_memory_is_found(tmp_path: Path) -> None:
+    """No sanitizer knows AMX: ``checked_intrinsics.h`` reads each row before it is loaded."""
+    amx = find_level("x86-64-amx")
+    if reason := amx.refusal():
+        pytest.skip(reason)
+    source = tmp_path / "source"
+    shutil.copytree(compiler.SOURCE, source)
+    text, load = (source / "cached_attention.c").read_text(), "_tile_loadd(FIRST_CODES, codes, {} * D)"
+    assert text.count(load.format(4)) == 1
+    (source / "cached_attention.c").write_text(text.replace(load.format(4), load.format(64)))
+    objects = build.compile_kernels(compiler.SOURCE, amx) | build.compile_host(amx)
+    objects |= build.compile_kernels(source, amx, frozenset({"cached_attention.c"}))
+    done = fuzz_until_found(build.link(objects, tmp_path / "fuzz"), PLANTED_CASES, PLANTED_RUNS)
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
 
 
 # Text of threads.c and another that leaves a race, which x86 would hide: ThreadSanitizer knows C11, not the processor.

@@ -23,11 +23,13 @@
    A cache of codes is never dequantized in memory: the scales of keys are multiplied into the query, those of values into
    the result. With AVX-512 queries and weights of the softmax are quantized to 16 bits, by their largest, in two
    digits of 8: matmuls sum integers, four products to an instruction. The codes of keys and values have 8 or 4 bits, so
-   their own rounding is at least 256 times as coarse; docs/native-kernels.md says what it adds. Without AVX-512 codes are
+   their own rounding is at least 256 times as coarse; docs/native-kernels.md says what it adds. With AMX tile registers sum
+   the same integers where a unit has several queries, as of a prompt, so the bits are the same. Without AVX-512 codes are
    converted to floats, a tile at a time: digits took twice as long for prompts.
 
    Names: H query heads, KV key heads, D channels of a head, T tokens of a block, M columns of the block table. A query of
    a unit is one token of one query head, in the order of tokens. */
+#include "amx.h"
 #include "memory.h"
 #include "ort.h"
 #include "vector.h"
@@ -103,6 +105,7 @@ typedef struct {
   float* outputs;       /* [count, D] sums of values times weights */
   char* keys;           /* [D, KEYS] float or [D / 4, KEYS] words of four codes: a transposed tile */
   char* values;         /* [KEYS, D] float or [KEYS / 4, D] words of four keys' codes: a tile of a cache of codes */
+  int in_tiles;         /* whether matmuls of codes are those of AMX */
   Ahead next_keys, next_values; /* prefetched while a tile is computed */
 } Unit;
 
@@ -522,6 +525,90 @@ static void add_code_group(const char* values, int64_t count, int64_t D, const c
     channel += wide ? VECTORS * LANES : LANES;
   }
 }
+
+#if AMX
+/* The same matmuls of up to LANES queries with AMX. A row of a tile register is a digit of a query's channels or weights, 16
+   words of four codes, or 16 sums. Codes are packed as for the instructions on vectors, so the integers are the same. */
+enum { HIGH_SUMS = 0, LOW_SUMS = 2, HIGH_DIGITS = 4, LOW_DIGITS = 5, FIRST_CODES = 6, NEXT_CODES = 7 };
+/* Units of fewer queries are computed by vectors, such as a decode of few heads. */
+enum { LEAST_TILED = 8 };
+
+/* Of a group of queries the sums of both digits, for two vectors. */
+typedef int32_t TileSums[DIGITS][2][LANES][LANES];
+
+/* A unit is cut into groups of as many queries, or one less, as registers then have rows; the last group has all of them. */
+static void configure_tiles(int64_t queries) {
+  const int64_t groups = (queries + LANES - 1) / LANES, rows = (queries + groups - 1) / groups;
+  TileShapes shapes = {0};
+  shape_tiles(&shapes, HIGH_SUMS, FIRST_CODES, (int)rows, TILE_ROW_BYTES);
+  shape_tiles(&shapes, FIRST_CODES, TILE_REGISTERS, TILE_ROWS, TILE_ROW_BYTES);
+  _tile_loadconfig(&shapes);
+}
+
+INLINE void zero_sums(void) {
+  _tile_zero(HIGH_SUMS), _tile_zero(HIGH_SUMS + 1), _tile_zero(LOW_SUMS), _tile_zero(LOW_SUMS + 1);
+}
+INLINE void store_sums(TileSums sums) {
+  _tile_stored(HIGH_SUMS, sums[0][0], TILE_ROW_BYTES), _tile_stored(HIGH_SUMS + 1, sums[0][1], TILE_ROW_BYTES);
+  _tile_stored(LOW_SUMS, sums[1][0], TILE_ROW_BYTES), _tile_stored(LOW_SUMS + 1, sums[1][1], TILE_ROW_BYTES);
+}
+/* The sum of both digits' sums, and an integer. */
+INLINE F32x16 combine_sums(TileSums sums, int v, int q, I32x16 offset) {
+  const I32x16 high = load_int(sums[0][v][q]), low = load_int(sums[1][v][q]);
+  return to_float(wrapping_add(wrapping_add(shift_left(high, 8), low), offset));
+}
+
+static void dot_tiles(const Unit* unit, int64_t first, int queries, int64_t D, float (*scores)[KEYS]) {
+  const char* query = unit->queries + first * DIGITS * D;
+  _Alignas(64) TileSums sums;
+  for (int64_t key = 0; key < KEYS; key += 2 * LANES) {
+    zero_sums();
+    for (int64_t i = 0; i < D; i += TILE_ROW_BYTES) {
+      const char* codes = unit->keys + i * KEYS + 4 * key;
+      _tile_loadd(HIGH_DIGITS, query + i, DIGITS * D), _tile_loadd(LOW_DIGITS, query + D + i, DIGITS * D);
+      _tile_loadd(FIRST_CODES, codes, 4 * KEYS), _tile_loadd(NEXT_CODES, codes + 4 * LANES, 4 * KEYS);
+      _tile_dpbsud(HIGH_SUMS, HIGH_DIGITS, FIRST_CODES), _tile_dpbsud(HIGH_SUMS + 1, HIGH_DIGITS, NEXT_CODES);
+      _tile_dpbsud(LOW_SUMS, LOW_DIGITS, FIRST_CODES), _tile_dpbsud(LOW_SUMS + 1, LOW_DIGITS, NEXT_CODES);
+    }
+    store_sums(sums);
+    for (int q = 0; q < queries; q++) {
+      const int32_t* offsets = unit->offsets + (first + q) * DIGITS;
+      const I32x16 offset = wrapping_add(shift_left(splat_int(offsets[0]), 8), splat_int(offsets[1]));
+      EACH (int v = 0; v < 2; v++) store(scores[q] + key + v * LANES, combine_sums(sums, v, q, offset));
+    }
+  }
+}
+
+/* outputs = outputs * old + sums * new, of a group of queries, for `vectors` of their channels. */
+INLINE void accumulate_sums(TileSums sums, const float* old_scale, const float* new_scale, int64_t D, float* outputs,
+                            int queries, const int vectors) {
+  for (int q = 0; q < queries; q++) {
+    F32x16 result[2];
+    EACH (int v = 0; v < vectors; v++) result[v] = combine_sums(sums, v, q, splat_int(0));
+    accumulate(result, old_scale[q], new_scale[q], outputs + q * D, vectors);
+  }
+}
+
+/* Weights of keys that are not there are zeros. */
+static void add_tiles(const char* values, int64_t D, const char (*weights)[4 * KEYS], const float* old_scale,
+                      const float* new_scale, float* outputs, int queries) {
+  _Alignas(64) TileSums sums;
+  _tile_loadd(HIGH_DIGITS, weights, sizeof *weights), _tile_loadd(LOW_DIGITS, *weights + KEYS, sizeof *weights);
+  for (int64_t channel = 0; channel < D; channel += 2 * LANES) {
+    const int whole = D - channel > LANES; /* else there is one vector of channels left */
+    const char *codes = values + 4 * channel, *next = whole ? codes + 4 * LANES : codes;
+    zero_sums();
+    _tile_loadd(FIRST_CODES, codes, 4 * D), _tile_loadd(NEXT_CODES, next, 4 * D);
+    _tile_dpbusd(HIGH_SUMS, HIGH_DIGITS, FIRST_CODES), _tile_dpbusd(HIGH_SUMS + 1, HIGH_DIGITS, NEXT_CODES);
+    _tile_dpbusd(LOW_SUMS, LOW_DIGITS, FIRST_CODES), _tile_dpbusd(LOW_SUMS + 1, LOW_DIGITS, NEXT_CODES);
+    store_sums(sums);
+    if (whole)
+      accumulate_sums(sums, old_scale, new_scale, D, outputs + channel, queries, 2);
+    else
+      accumulate_sums(sums, old_scale, new_scale, D, outputs + channel, queries, 1);
+  }
+}
+#endif
 #else
 /* A query times the scales of keys; returns the scale that is left. */
 static float prepare_query(const float* query, const float* scale, int64_t D, int bits, const Unit* unit,
@@ -591,11 +678,11 @@ static void prepare_unit(const Work* w, const Unit* unit, int64_t token, int64_t
   memset(unit->outputs, 0, unit->count * D * sizeof(float));
 }
 
-/* The keys of a tile from `start` that a token at `position` sees, a bit each. */
-static uint64_t visible_keys(const Kernel* k, int64_t position, int64_t start) {
-  const int64_t end = position + 1 - start;
+/* The keys of a tile from `start` that a query sees, a bit each. */
+static uint64_t visible_keys(const Work* w, const Unit* unit, int64_t query, int64_t start) {
+  const int64_t position = unit->first + query / w->group, end = position + 1 - start;
   if (end <= 0) return 0;
-  const int64_t begin = k->window ? end - k->window : 0;
+  const int64_t window = w->kernel->window, begin = window ? end - window : 0;
   if (begin >= KEYS) return 0;
   uint64_t visible = end >= KEYS ? ~0ull : (1ull << end) - 1;
   return begin > 0 ? visible & ~((1ull << begin) - 1) : visible;
@@ -614,15 +701,39 @@ INLINE I32x16 digits_of(I32x16 x) {
   return (I32x16)__builtin_shufflevector((I8x64)x, (I8x64){0}, FOUR(0), FOUR(16), FOUR(32), FOUR(48));
 }
 
-/* The step of an online softmax: from dot products to weights of a tile, for up to GROUP queries; by what to multiply
-   the sums so far, and this tile's. Weights are floats, or `digits`. `digits` is a constant where this is inlined, as is
-   `plain`: all queries see all keys of the tile, and there is no cap. */
-INLINE void softmax_tile(const Work* w, const Unit* unit, int64_t first, int queries, const uint64_t* visible,
+/* What becomes of the weights of a query: floats, words of digits as `digits_of` gives them, or KEYS high digits and KEYS
+   low ones. */
+enum { AS_FLOATS, AS_WORDS, AS_ROWS };
+
+#if AMX
+/* Weights of 16 bits as a row of high digits and a row of low ones. */
+INLINE void store_rows(const I32x16 weights[VECTORS], char* to) {
+  __m512i bits = _mm512_set1_epi32(0xffff), low = _mm512_set1_epi16(255), pairs[VECTORS / 2];
+  __asm__("" : "+v"(bits)); /* without this the compiler makes slower shuffles of what packs */
+  EACH (int v = 0; v < VECTORS; v += 2) {
+    const __m512i a = _mm512_and_si512((__m512i)weights[v], bits);
+    const __m512i b = _mm512_and_si512((__m512i)weights[v + 1], bits);
+    pairs[v / 2] = _mm512_packus_epi32(a, b);
+  }
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i high_row = _mm512_packus_epi16(_mm512_srli_epi16(pairs[0], 8), _mm512_srli_epi16(pairs[1], 8));
+  const __m512i low_row = _mm512_packus_epi16(_mm512_and_si512(pairs[0], low), _mm512_and_si512(pairs[1], low));
+  store_int(to, (I32x16)_mm512_permutexvar_epi32(order, high_row));
+  store_int(to + KEYS, (I32x16)_mm512_permutexvar_epi32(order, low_row));
+}
+#endif
+
+/* The step of an online softmax: from dot products to weights of a tile, for up to LANES queries; by what to multiply the
+   sums so far, and this tile's. `kind` of the weights is a constant where this is inlined, as is `plain`: all queries see
+   all keys of the tile, and there is no cap. */
+INLINE void softmax_tile(const Work* w, const Unit* unit, int64_t first, int queries, int64_t start,
                          float (*scores)[KEYS], char (*weights)[4 * KEYS], float* old_scale, float* new_scale,
-                         const int plain, const int digits) {
+                         const int plain, const int kind) {
   const float cap = plain ? 0 : w->kernel->softcap;
-  float scales[GROUP], largest[LANES] = {0};
+  float scales[LANES], max_scores[LANES] = {0};
+  uint64_t visible[LANES];
   for (int q = 0; q < queries; q++) {
+    visible[q] = plain ? ~0ull : visible_keys(w, unit, first + q, start);
     scales[q] = cap ? 1 : unit->scales[first + q];
     F32x16 max = splat(MASKED);
     EACH (int v = 0; v < VECTORS; v++) {
@@ -634,11 +745,13 @@ INLINE void softmax_tile(const Work* w, const Unit* unit, int64_t first, int que
       }
       max = vmax(max, score);
     }
-    /* Just above the largest score: a product that is not rounded before its sum may be so much larger. */
-    largest[q] = reduce_max(max) * scales[q];
-    largest[q] += (largest[q] < 0 ? -largest[q] : largest[q]) * 2.4e-7f;
+    max_scores[q] = reduce_max(max);
   }
-  F32x16 before = load_first(unit->max + first, queries), here = load(largest);
+  /* Just above the largest score: a product that is not rounded before its sum may be so much larger. */
+  F32x16 before = load_first(unit->max + first, queries), here = load(max_scores) * load_first(scales, queries);
+  here = vfma(vabs(here), splat(2.4e-7f), here);
+  float largest[LANES];
+  store(largest, here);
   F32x16 now = vmax(before, here);
   store_first(unit->max + first, now, queries);
   store(old_scale, vexp2(before - now, 1));
@@ -646,22 +759,25 @@ INLINE void softmax_tile(const Work* w, const Unit* unit, int64_t first, int que
   for (int q = 0; q < queries; q++) {
     const F32x16 max = splat(largest[q]), scale = splat(scales[q]);
     F32x16 sum = {0};
-    I32x16 int_sum = {0};
+    I32x16 int_sum = {0}, ints[VECTORS];
     EACH (int v = 0; v < VECTORS; v++) {
       F32x16 x = vfma(load(scores[q] + v * LANES), scale, -max);
-      x = vexp2(x, digits ? LARGEST_WEIGHT : 1);
+      x = vexp2(x, kind != AS_FLOATS ? LARGEST_WEIGHT : 1);
       if (!plain) x = blend(mask_of(visible[q] >> (v * LANES)), x, splat(0));
       char* to = weights[q] + 4 * v * LANES;
-      if (digits) {
-        I32x16 weight = round_to_int(x);
-        int_sum = wrapping_add(int_sum, weight);
-        store_int(to, digits_of(weight));
+      if (kind != AS_FLOATS) {
+        ints[v] = round_to_int(x);
+        int_sum = wrapping_add(int_sum, ints[v]);
+        if (kind == AS_WORDS) store_int(to, digits_of(ints[v]));
       } else {
         sum += x;
         store(to, x);
       }
     }
-    if (digits) sum = to_float(int_sum);
+#if AMX
+    if (kind == AS_ROWS) store_rows(ints, weights[q]);
+#endif
+    if (kind != AS_FLOATS) sum = to_float(int_sum);
     float* sums = unit->sums + (first + q) * LANES;
     F32x16 scaled = load(sums) * splat(old_scale[q]);
     store(sums, vfma(sum, splat(new_scale[q]), scaled));
@@ -673,11 +789,12 @@ static void prefetch_next(Unit* unit) {
   prefetch_some(&unit->next_values);
 }
 
-/* The `count` keys and values of a tile, for all queries of a unit. `codes` is a constant where this is inlined: whether
-   the cache has them. */
+/* The `count` keys and values of a tile, for all queries of a unit. Constants where this is inlined: whether the cache has
+   `codes`, and whether their matmuls are those of AMX. */
 INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char* values, int64_t start, int64_t count,
-                        const int codes) {
-  const int64_t D = w->D, groups = (unit->count + GROUP - 1) / GROUP;
+                        const int codes, const int in_tiles) {
+  const int64_t D = w->D, most = in_tiles ? LANES : GROUP, groups = (unit->count + most - 1) / most;
+  const int kind = in_tiles ? AS_ROWS : codes && AVX512 ? AS_WORDS : AS_FLOATS;
   prefetch_next(unit);
   if (codes) {
     pack_codes(unit, keys, values, count, D, w->bits);
@@ -689,30 +806,34 @@ INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char*
     const int64_t first = unit->count * g / groups;
     const int queries = (int)(unit->count * (g + 1) / groups - first);
     float* outputs = unit->outputs + first * D;
-    _Alignas(64) float scores[GROUP][KEYS];
-    _Alignas(64) char weights[GROUP][4 * KEYS];
+    _Alignas(64) float scores[LANES][KEYS];
+    _Alignas(64) char weights[LANES][4 * KEYS];
     _Alignas(64) float old_scale[LANES], new_scale[LANES];
     prefetch_next(unit);
-    if (codes)
-      dot_code_group(unit, first, queries, D, scores);
-    else
+    if (!codes)
       dot_float_group(unit, first, queries, D, scores);
-    prefetch_next(unit);
-    uint64_t visible[GROUP];
-    int plain = !w->kernel->softcap;
-    for (int q = 0; q < queries; q++) {
-      visible[q] = visible_keys(w->kernel, unit->first + (first + q) / w->group, start);
-      plain &= visible[q] == ~0ull;
-    }
-    if (plain)
-      softmax_tile(w, unit, first, queries, visible, scores, weights, old_scale, new_scale, 1, codes && AVX512);
+    else if (!in_tiles)
+      dot_code_group(unit, first, queries, D, scores);
+#if AMX
     else
-      softmax_tile(w, unit, first, queries, visible, scores, weights, old_scale, new_scale, 0, codes && AVX512);
+      dot_tiles(unit, first, queries, D, scores);
+#endif
     prefetch_next(unit);
-    if (codes)
-      add_code_group(values, count, D, weights, old_scale, new_scale, outputs, queries);
+    /* The first query sees the fewest keys at the end of the tile, the last the fewest at the beginning. */
+    if (!w->kernel->softcap && visible_keys(w, unit, first, start) == ~0ull &&
+        visible_keys(w, unit, first + queries - 1, start) == ~0ull)
+      softmax_tile(w, unit, first, queries, start, scores, weights, old_scale, new_scale, 1, kind);
     else
+      softmax_tile(w, unit, first, queries, start, scores, weights, old_scale, new_scale, 0, kind);
+    prefetch_next(unit);
+    if (!codes)
       add_float_group(values, count, D, weights, old_scale, new_scale, outputs, queries);
+    else if (!in_tiles)
+      add_code_group(values, count, D, weights, old_scale, new_scale, outputs, queries);
+#if AMX
+    else
+      add_tiles(values, D, weights, old_scale, new_scale, outputs, queries);
+#endif
   }
 }
 
@@ -766,6 +887,11 @@ static void attend(void* state, size_t index) {
     return;
   }
   prepare_unit(w, &unit, w->offsets[b] + begin, head);
+#if AMX
+  unit.in_tiles = has_codes(w) && unit.count >= LEAST_TILED && has_tiles();
+  /* Tile registers have 64 channels: those beyond D are multiplied by zeros. */
+  if (unit.in_tiles) configure_tiles(unit.count), memset(unit.keys + D * KEYS, 0, (-D & (TILE_ROW_BYTES - 1)) * KEYS);
+#endif
   const int64_t size = entry_bytes(w), total = unit.first + end - begin;
   /* What is prefetched while a tile is computed: the next tile, or, of a unit of few keys, the tile of the next unit, which
      is there sooner. Of many keys a cache would not keep those of the next unit. A thread is given a run of adjacent
@@ -787,11 +913,16 @@ static void attend(void* state, size_t index) {
       unit.next_values = (Ahead){next_values, next_values + bytes, KEYS * size / 64 / PHASES};
     }
     const int64_t at = entry(w, b, head, start);
-    if (has_codes(w))
-      attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 1);
+    if (AMX && unit.in_tiles)
+      attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 1, 1);
+    else if (has_codes(w))
+      attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 1, 0);
     else
-      attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 0);
+      attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 0, 0);
   }
+#if AMX
+  if (unit.in_tiles) _tile_release();
+#endif
   for (int64_t q = 0; q < unit.count; q++) {
     const int64_t token = w->offsets[b] + begin + q / w->group;
     float* to = w->y + (token * k->heads + head * w->group + q % w->group) * D;
