@@ -6,7 +6,8 @@
 The core that serves, the ``cuda`` engine's packing and the encoding of reports are the real ones; only the device is
 not: it is busy for so long from the begin of a step, or from the end of the one before it, and chooses tokens at once.
 One engine takes two steps at once, so the next one begins before the last has ended; one takes them one by one. They
-take turns, round by round. Printed are medians over rounds of the time of a step beyond the device's.
+take turns, round by round. Printed are medians over rounds of the time of a step beyond the device's. All time is this
+thread's own processor time, in which it also waits, so what else runs on the machine does not count.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class TimedDevice:
 
     def begin(self, step: DeviceStep, *, logits: bool) -> Callable[[], NDArray[Any]]:
         assert not logits
-        end = self.free_at = max(time.perf_counter(), self.free_at) + self.seconds
+        end = self.free_at = max(time.thread_time(), self.free_at) + self.seconds
         tokens = np.full(len(step.rows), TOKEN)
 
         def finish() -> NDArray[Any]:
-            while time.perf_counter() < end:
+            while time.thread_time() < end:
                 pass
             return tokens
 
@@ -81,10 +82,10 @@ def added_us(seconds: float, streams: int, steps: int, at_once: int) -> float:
         core.add(GenerateRequest(f"{number}", prompt, WARMUP_STEPS + 2 * steps), time.monotonic())
     for _ in range(WARMUP_STEPS):
         encode(core.step(time.monotonic()))
-    before, start = core.stats().steps, time.perf_counter()
+    before, start = core.stats().steps, time.thread_time()
     for _ in range(steps):
         encode(core.step(time.monotonic()))
-    elapsed, done = time.perf_counter() - start, core.stats().steps - before
+    elapsed, done = time.thread_time() - start, core.stats().steps - before
     core.close()
     return 1e6 * (elapsed / done - seconds)
 
