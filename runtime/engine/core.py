@@ -84,7 +84,7 @@ class _Active:
 
 
 @dataclass
-class _Step:
+class _RunningStep:
     """A step that was begun. ``now``: when it was planned; ``started``: the same by the core's own clock.
 
     ``ahead``: so many steps in turn, this one the last, were begun before the tokens of the one before were known.
@@ -134,7 +134,7 @@ class EngineCore:
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
         self._most_drafted = limits.max_draft_tokens if has.shares_blocks and self.scheduler.cache.trims else 0
         self._most_begun = has.steps_at_once if self.scheduler.cache.trims else 1
-        self._begun: list[_Step] = []
+        self._begun: list[_RunningStep] = []
         self._ended = 0.0  # when the last step did
         self._counts = Counts()
         self._active: dict[str, _Active] = {}
@@ -269,9 +269,9 @@ class EngineCore:
             finish = self.engine.begin(entries)
         except Exception as failure:
             finish = _raising(failure)
-        self._begun.append(_Step(works, requests, entries, now, started, ahead, finish))
+        self._begun.append(_RunningStep(works, requests, entries, now, started, ahead, finish))
 
-    def _runs_ahead(self, step: _Step) -> bool:
+    def _runs_ahead(self, step: _RunningStep) -> bool:
         """The next step may begin before this one, the last, has ended."""
         return (
             self._most_begun > 1
@@ -350,7 +350,7 @@ class EngineCore:
             work.tokens, work.start, lease.blocks, wanted, positions, 0, 0, lease.slot, lease.snapshots, follows
         )
 
-    def _results(self, step: _Step) -> list[Result]:
+    def _results(self, step: _RunningStep) -> list[Result]:
         """Of a step. If it fails as a whole, each entry is fed alone, and those that fail alone end.
 
         The steps behind it were fed what it has not computed: each of them fails, too.
@@ -380,7 +380,7 @@ class EngineCore:
         except Exception as failure:
             return Result(error=RequestError(f"the engine failed: {one_line(failure)}"))
 
-    def _wait_for(self, steps: Sequence[_Step]) -> None:
+    def _wait_for(self, steps: Sequence[_RunningStep]) -> None:
         """For their ends, whatever comes of them."""
         for step in steps:
             with suppress(Exception):

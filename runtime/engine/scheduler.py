@@ -61,7 +61,7 @@ class _Sequence:
 
 
 @dataclass
-class _Step:
+class _PlannedStep:
     """A planned step. ``began``: when the engine began it, as far as is known."""
 
     works: dict[_Sequence, Work]
@@ -79,7 +79,7 @@ class Scheduler:
         self._queue = WaitingQueue(self._rank)
         self._waiting = self._queue.sequences
         self._running: dict[str, _Sequence] = {}
-        self._planned: list[_Step] = []  # not committed, in order
+        self._planned: list[_PlannedStep] = []  # not committed, in order
         self._works: dict[_Sequence, Work] = {}  # of the step that is planned
         self._deadlines: list[_Deadline] = []  # a heap
         self._numbers = count()
@@ -249,7 +249,7 @@ class Scheduler:
             sequence.fed = work.start + len(work.tokens)
             sequence.undecided += work.samples
         if works:
-            self._planned.append(_Step(works, now))
+            self._planned.append(_PlannedStep(works, now))
         return list(works.values())
 
     def commit(self, outcomes: Mapping[str, WorkResult], now: float) -> list[Finished]:
