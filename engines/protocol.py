@@ -9,7 +9,8 @@ each snapshot. Who owns which block or slot is the caller's bookkeeping.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -34,6 +35,8 @@ class EngineCapabilities:
     is one block, and a shared prefix is copied.
     ``chooses_tokens``: the likeliest token is found in the graph, without writing logits.
     ``threads``: of the processor that compute a step, as it was opened or as it chose; 0 where it does not compute.
+    ``steps_at_once``: that can have begun and not ended. With two of them, entries may follow others
+    (:attr:`Entry.follows`); such engines have no recurrent state.
     """
 
     block_tokens: int
@@ -48,6 +51,7 @@ class EngineCapabilities:
     slots: int = 0
     slot_bytes: int = 0
     snapshot_tokens: int = 0
+    steps_at_once: int = 1
 
 
 class Entry(NamedTuple):
@@ -59,6 +63,8 @@ class Entry(NamedTuple):
     ``slot``: of the recurrent state, which is that of exactly ``start`` positions; what a slot holds does not matter
     where ``start`` is 0. ``snapshots``: positions, ascending and after ``start``, each with a slot that the state there
     is copied to.
+    ``follows``: a place in the batch that was begun last. This entry has one token, the last that the entry there
+    chooses (it wants tokens), which may not be known yet: the one in ``tokens`` does not matter.
     """
 
     tokens: Sequence[int]
@@ -70,6 +76,7 @@ class Entry(NamedTuple):
     adapter: int = 0
     slot: int = NO_SLOT
     snapshots: Sequence[tuple[int, int]] = ()
+    follows: int | None = None
 
 
 class Result(NamedTuple):
@@ -83,6 +90,9 @@ class Result(NamedTuple):
     logits: FloatArray | None = None
     log_probabilities: FloatArray | None = None
     error: RequestError | None = None
+
+
+Finish = Callable[[], list[Result]]  # waits for a step that was begun; called once, and steps end as they have begun
 
 
 class Engine(Protocol):
@@ -103,6 +113,15 @@ class Engine(Protocol):
         """
         ...
 
+    def begin(self, batch: Sequence[Entry]) -> Finish:
+        """The first half of :meth:`step`, where the caller has other work until the device is done.
+
+        At most ``steps_at_once`` steps have begun and not ended; they run in their order. An engine of one step may
+        compute it here. What fails may fail in either half; a step that follows one that failed gives nothing that
+        means anything.
+        """
+        ...
+
     def prepare(self, ahead: int) -> bool:
         """Do some work that the next steps would otherwise wait for; True if another call would do more.
 
@@ -120,6 +139,17 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class WholeSteps(ABC):
+    """Of an engine that computes a step on the thread that asks for it: nothing is left to wait for."""
+
+    @abstractmethod
+    def step(self, batch: Sequence[Entry]) -> list[Result]: ...
+
+    def begin(self, batch: Sequence[Entry]) -> Finish:
+        results = self.step(batch)
+        return lambda: results
 
 
 @runtime_checkable

@@ -6,17 +6,17 @@ Single tokens of sequences in neighbouring buffers are decoded together; the tok
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
 
-from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.protocol import EngineCapabilities, Entry, FloatArray, Result, WholeSteps
 from engines.step_inputs import NO_SLOTS, Int64Array, StepPiece, check, result_of, runs
 
 
-class SlotEngine(ABC):
+class SlotEngine(WholeSteps):
     """See :class:`engines.protocol.Engine`. Subclasses run one prompt, or one decode step of neighbouring slots.
 
     ``prompt_tokens``: most tokens of a prompt that are fed at once.

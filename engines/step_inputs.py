@@ -67,7 +67,7 @@ def check(
 
 def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) -> RequestError | None:
     """``written``: blocks that entries before it write; its own are added."""
-    tokens, start, blocks, wanted, positions, top, adapter, slot, snapshots = entry  # quicker than field by field
+    tokens, start, blocks, wanted, positions, top, adapter, slot, snapshots, follows = entry  # quicker than one by one
     count, size = len(tokens), engine.block_tokens
     end = start + count
     if not count or start < 0 or end > engine.max_tokens:
@@ -100,6 +100,11 @@ def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) ->
             )
     if wanted == "top" and not 1 <= top <= engine.vocab_size:
         return RequestError(f"top {top} tokens", expected=f"1 to {engine.vocab_size}")
+    if follows is not None and (engine.steps_at_once == 1 or count != 1):
+        return RequestError(
+            f"{count} tokens that follow entry {follows} of the step before",
+            expected="one token, of an engine that takes two steps at once",
+        )
     if adapter:
         return RequestError(f"adapter {adapter}", expected="0: this engine has no adapters")
     if (slot != NO_SLOT or snapshots) and not engine.slots:
@@ -117,7 +122,7 @@ def runs(batch: Sequence[Entry], errors: Sequence[RequestError | None], most: in
     for number, (entry, error) in enumerate(zip(batch, errors, strict=True)):
         if error is not None:
             continue
-        tokens, start, blocks, _, positions, _, _, slot, snapshots = entry
+        tokens, start, blocks, _, positions, _, _, slot, snapshots, _ = entry
         count, done = len(tokens), 0
         if count <= room and not snapshots:
             room -= count

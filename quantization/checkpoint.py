@@ -20,9 +20,10 @@ from safetensors import safe_open
 from quantization.proof import QuantizationProof
 from tapeout.artifact import Frozen, ParentTypes, Record
 from tapeout.errors import QuantizationError
+from tapeout.formats import formats
 from tapeout.number_format import Activations, FloatArray
 from tapeout.recipe import Quantize
-from tapeout.schemes import Scheme
+from tapeout.schemes import FLOAT, Scheme
 from tapeout.tensor_writer import write_tensors
 
 KV_SCALES = "kv_scales.safetensors"
@@ -115,12 +116,22 @@ class QuantizedModel(Record):
 
     @property
     def summary(self) -> str:
-        """The plan in a few words, such as ``w4:30 w8:121 w8a8:60 kv-int8``: how many tensors have how many bits."""
-        counts = Counter((s.bits, INPUTS[s.activations]) for s in (linear.scheme for linear in self.linears))
+        """The plan in a few words, such as ``w4:30 w8:121 w8a8:60 kv-int8``: how many tensors have how many bits.
+
+        Codes that are no integers are called by their format: ``fp8-dynamic:60``.
+        """
+        counts = Counter(_label(linear.scheme) for linear in self.linears)
         return " ".join(
             [
-                *(f"w{bits}{inputs}:{n}" for (bits, inputs), n in sorted(counts.items())),
+                *(f"{label}:{n}" for (_, label), n in sorted(counts.items())),
                 f"kv-{self.kv_cache.dtype}",
                 *([f"state-{self.recurrent_state}"] if self.recurrent_state != "float32" else []),
             ]
         )
+
+
+def _label(scheme: Scheme) -> tuple[int, str]:
+    """Bits, and what a summary calls a scheme."""
+    if formats()[scheme.format].number_type == "int" or scheme == FLOAT:
+        return scheme.bits, f"w{scheme.bits}{INPUTS[scheme.activations]}"
+    return scheme.bits, scheme.format

@@ -58,6 +58,7 @@ class TensorInventory(Frozen):
     scales: int = 0
     wide_scales: bool = False  # in float32, because float16 would lose some of them
     scales_not_finite: int = 0
+    codes_nan: int = 0  # of floats: E4M3 has two codes for NaN
     scales_zero: int = 0
     input_scale: float | None = None  # of static activations
     held: int = 0
@@ -153,10 +154,10 @@ def _owners(linear: QuantizedWeight, weight: FloatArray) -> list[int]:
 def _count(name: str, linear: QuantizedWeight, weight: FloatArray, stored_bytes: int) -> TensorInventory:
     """Of a weight ``[N, K]``."""
     scales = linear.scales
-    counts = np.zeros(4, np.int64)
+    counts = np.zeros(5, np.int64)
     for start in range(0, len(weight), _OUTPUTS_AT_ONCE):
         counts += _count_groups(linear, weight, slice(start, start + _OUTPUTS_AT_ONCE))
-    held, ones, lost, changed = map(int, counts)
+    held, ones, lost, changed, nan = map(int, counts)
     return TensorInventory(
         name=name,
         weights=linear.codes.size,
@@ -167,6 +168,7 @@ def _count(name: str, linear: QuantizedWeight, weight: FloatArray, stored_bytes:
         scales=scales.size,
         wide_scales=format_of(linear.scheme).scale_type == "float" and not fits_half(scales),
         scales_not_finite=int((~np.isfinite(scales)).sum()),
+        codes_nan=nan,
         scales_zero=int((scales == 0).sum()),
         input_scale=linear.input_scale,
         held=held,
@@ -176,8 +178,10 @@ def _count(name: str, linear: QuantizedWeight, weight: FloatArray, stored_bytes:
     )
 
 
-def _count_groups(linear: QuantizedWeight, weight: FloatArray, rows: slice) -> tuple[int, int, int, int]:
-    """``held``, ``scales_one`` and ``lost`` of some output channels, and how many of their weights are not exact."""
+def _count_groups(linear: QuantizedWeight, weight: FloatArray, rows: slice) -> tuple[int, int, int, int, int]:
+    """``held``, ``scales_one`` and ``lost`` of some output channels, how many of their weights are not exact, and how
+    many are NaN although their scales are not.
+    """
     scheme, codes = linear.scheme, linear.codes[rows]
     zero_points = None if linear.zero_points is None else linear.zero_points[rows]
     part = replace(linear, codes=codes, scales=linear.scales[rows], zero_points=zero_points)
@@ -189,7 +193,8 @@ def _count_groups(linear: QuantizedWeight, weight: FloatArray, rows: slice) -> t
     signs = (wanted.min(axis=2) < 0) & (wanted.max(axis=2) > 0)
     one_code = got.min(axis=2) == got.max(axis=2)
     lost = held & one_code & (spread | signs | ~got.any(axis=2))
-    return int(held.sum()), int(ones.sum()), int(lost.sum()), int((wanted != got).sum())
+    nan = np.isnan(got) & np.isfinite(part.scales)[..., None]
+    return int(held.sum()), int(ones.sum()), int(lost.sum()), int((wanted != got).sum()), int(nan.sum())
 
 
 def prove(
@@ -265,6 +270,8 @@ def _problems(entry: TensorInventory) -> list[str]:
     problems: list[str] = []
     if entry.scales_not_finite:
         problems.append(f"has {entry.scales_not_finite} of {entry.scales} scales that are NaN or infinite")
+    if entry.codes_nan:
+        problems.append(f"has {entry.codes_nan} of {entry.weights} codes that are NaN")
     if entry.scales_zero:
         problems.append(f"has {entry.scales_zero} of {entry.scales} scales that are zero")
     if entry.held and entry.scales_one == entry.held:

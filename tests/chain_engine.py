@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.protocol import EngineCapabilities, Entry, FloatArray, Result, WholeSteps
 from engines.state_slots import UNKNOWN, StateSlots
 from engines.step_inputs import StepPiece, check, result_of, runs
 
@@ -18,7 +18,7 @@ def chain(state: int, token: int) -> int:
     return (state * 31 + token + 1) % MODULUS
 
 
-class ChainEngine:
+class ChainEngine(WholeSteps):
     """``blocks``, ``slots``: 0 for an engine without that kind of state. Runs are of few tokens, so entries are cut."""
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.protocol import EngineCapabilities, Entry, FloatArray, Result, WholeSteps
 from engines.sequences import Sequences
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import NO_SLOTS, Int64Array, check, result_of
@@ -16,7 +16,7 @@ from tapeout.fingerprint import Fingerprint
 MACHINE = Fingerprint(machine="x86_64", features=("avx2",), libraries={"onnxruntime": "1.0"})
 
 
-class HistoryEngine:
+class HistoryEngine(WholeSteps):
     """Seeded logits that depend on every token of a sequence, in order, so any bookkeeping mistake shows.
 
     ``noise`` perturbs the logits with a second seed: two engines of one seed and different noise are a baseline and

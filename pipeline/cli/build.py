@@ -11,7 +11,7 @@ from rich.table import Table
 
 from engines.bundle import PassReport
 from engines.load import find_target, graph_target, hardware_target
-from engines.target import GraphTarget
+from engines.target import GraphTarget, Target
 from pipeline.stages import hardware
 from pipeline.stages.hardware import BuildRequest, Built
 from tapeout.artifact import Artifact
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from evals.portable import PortableReport
     from evals.verdict import Verdict
 
+DEFAULT_PRECISION = "fp16"
+
 
 def parse_target(text: str) -> tuple[str, tuple[str, ...]]:
     """A target and the compute capabilities to compile for.
@@ -32,6 +34,17 @@ def parse_target(text: str) -> tuple[str, tuple[str, ...]]:
     """
     name, _, rest = text.partition(":")
     return name, tuple(part.strip().lower() for part in rest.split(",") if part.strip())
+
+
+def parse_precision(text: str | None, target: Target[Any]) -> str:
+    """What to compile for. :class:`BuildError` where the recipe's plan decides, so that what is asked for would not."""
+    if text is not None and not target.capabilities.precisions:
+        raise BuildError(
+            f"--precision {text} for {target.name}",
+            expected="no precision: the recipe's plan says how each tensor of this target is stored",
+            remedy="leave --precision out, and write the schemes into plan.schemes of the recipe",
+        )
+    return text or DEFAULT_PRECISION
 
 
 def parse_batches(text: str, slots: int) -> tuple[int, ...]:

@@ -3,19 +3,24 @@
 P  positions of an entry whose results are wanted      V  vocabulary size
 
 A step plans with the scheduler, feeds the engine, chooses tokens, and tells the scheduler what came of it. A request
-that fails ends alone. Where a sequence is one block (``shares_blocks`` is false), a shared prefix is computed again
-rather than copied: such engines hold few sequences, and the one that holds the prefix is seldom there still.
+that fails ends alone. Where an engine takes two steps at once, the next one is planned and begun while the device runs
+the last, so that it never waits for Python: ahead of the last one's tokens where the engine itself chooses all of them,
+else as soon as they are chosen. A request that turns out to have ended loses what the step ahead computes for it.
+
+Where a sequence is one block (``shares_blocks`` is false), a shared prefix is computed again rather than copied: such
+engines hold few sequences, and the one that holds the prefix is seldom there still.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from engines.kernels.serving import Clipping, Clippings
-from engines.protocol import Engine, Entry, FloatArray, Result, Wanted
+from engines.protocol import Engine, Entry, Finish, FloatArray, Result, Wanted
 from runtime.engine.block_store import BlockStore
 from runtime.engine.cache.pools import StatePools
 from runtime.engine.routing import RoutingReports
@@ -39,6 +44,9 @@ from tapeout.errors import RequestError, one_line
 BROKEN_STEPS = 3  # so many steps in turn in which every entry failed: the engine is broken, not the requests
 # Nobody looks for drafts where more of them than this must be accepted to pay: looking takes time, too.
 MOST_WORTH = 0.8
+# Steps in turn that are begun ahead of the tokens before them, where drafts may pay: only after known tokens are drafts
+# looked for.
+MOST_AHEAD = 16
 CLIPPING_STEPS = 16  # between two reads of the kernels' counts of clipped values, of 10 µs each, while requests run
 _NOTHING = WorkResult()
 _FAILED = WorkResult(failed=True)
@@ -63,6 +71,7 @@ class _Active:
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
     speculation: Speculation | None = None
+    last: int = 0  # token that was chosen
 
     def take(self, tokens: Sequence[int]) -> None:
         """New tokens, up to one that stops the response."""
@@ -71,7 +80,23 @@ class _Active:
             if token in stops and count >= least:
                 self.stops, tokens = True, tokens[: count + 1]
                 break
-        self.tokens = tuple(tokens)
+        self.tokens, self.last = tuple(tokens), tokens[-1]
+
+
+@dataclass
+class _RunningStep:
+    """A step that was begun. ``now``: when it was planned; ``started``: the same by the core's own clock.
+
+    ``ahead``: so many steps in turn, this one the last, were begun before the tokens of the one before were known.
+    """
+
+    works: Sequence[Work]
+    requests: Sequence[_Active]
+    entries: Sequence[Entry]
+    now: float
+    started: float
+    ahead: int
+    finish: Finish
 
 
 class EngineCore:
@@ -108,6 +133,9 @@ class EngineCore:
         self._clippings, self._clipped = clippings, clippings()
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
         self._most_drafted = limits.max_draft_tokens if has.shares_blocks and self.scheduler.cache.trims else 0
+        self._most_begun = has.steps_at_once if self.scheduler.cache.trims else 1
+        self._begun: list[_RunningStep] = []
+        self._ended = 0.0  # when the last step did
         self._counts = Counts()
         self._active: dict[str, _Active] = {}
         self._deltas: list[Delta] = []  # since the last report
@@ -121,7 +149,7 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """There is something to do or to report."""
-        return bool(self._active or self._deltas or self._refusals)
+        return bool(self._active or self._deltas or self._refusals or self._begun)
 
     def add(self, request: GenerateRequest, now: float) -> None:
         """Queue a request that arrived at ``now``, or refuse it: the next report says so."""
@@ -152,11 +180,17 @@ class EngineCore:
 
     def step(self, now: float) -> StepReport:
         """Move every running request on. The report has what happened since the last one."""
+        called = self.clock()
         for id, reason in self.scheduler.expire(now):
             self._end(id, reason)
-        works = self.scheduler.plan(now, self._drafts())
-        if works:
-            self._run(works, now)
+        if not self._begun:
+            self._begin(now)
+        if len(self._begun) == 1 and self._runs_ahead(self._begun[0]):
+            self._begin(now)
+        if self._begun:
+            self._end_step()
+            if not self._begun and self._most_begun > 1:  # the device need not wait until this step was reported
+                self._begin(now + self.clock() - called)
         return self.report()
 
     def prepare(self) -> bool:
@@ -215,40 +249,79 @@ class EngineCore:
         )
 
     def close(self) -> None:
+        self._wait_for(self._begun)
         self.engine.close()
 
-    def _run(self, works: Sequence[Work], now: float) -> None:
+    def _begin(self, now: float) -> None:
+        """Plan a step and begin it, if there is anything to do."""
+        before = self._begun[-1] if self._begun else None
+        works = self.scheduler.plan(now, None if before else self._drafts())
+        if not works:
+            return
         started = self.clock()
         for source, target in self._recurrent.take_copies():
             self.engine.copy_state(source, target)
-        results = self._feed([self._entry(work) for work in works])
-        self._choose(works, results)
+        places = {work.id: place for place, work in enumerate(before.works)} if before else {}
+        entries = [self._entry(work, places.get(work.id) if work.follows else None) for work in works]
+        requests = [self._active[work.id] for work in works]
+        ahead = before.ahead + 1 if before else 0
+        try:
+            finish = self.engine.begin(entries)
+        except Exception as failure:
+            finish = _raising(failure)
+        self._begun.append(_RunningStep(works, requests, entries, now, started, ahead, finish))
+
+    def _runs_ahead(self, step: _RunningStep) -> bool:
+        """The next step may begin before this one, the last, has ended."""
+        return (
+            self._most_begun > 1
+            and all(entry.wanted == "token" for entry in step.entries)
+            and not any(work.drafts for work in step.works)
+            and not (step.ahead >= MOST_AHEAD and self._drafting)
+        )
+
+    def _end_step(self) -> None:
+        """Wait for the step that was begun first, and tell everybody what came of it."""
+        step = self._begun.pop(0)
+        results = self._results(step)
+        kept = [
+            (work, request, result)
+            for work, request, result in zip(step.works, step.requests, results, strict=True)
+            if self._active.get(work.id) is request  # else it has ended meanwhile
+        ]
+        works = [work for work, _, _ in kept]
+        self._choose(works, [result for _, _, result in kept])
         outcomes = {work.id: self._outcome(work.id) for work in works}
-        seconds = self.clock() - started
-        finished: dict[str, FinishReason] = dict(self.scheduler.commit(outcomes, now + seconds))
+        ended = self.clock()
+        finished: dict[str, FinishReason] = dict(self.scheduler.commit(outcomes, step.now + ended - step.started))
         for work in works:
             if work.drafts:
                 self._learn(work)
             self._emit(work.id, finished.get(work.id))
         self._steps += 1
-        self._step_seconds, self._step_requests = seconds, len(works)
-        self._step_tokens = sum(len(work.tokens) for work in works)
+        self._step_seconds, self._ended = ended - max(step.started, self._ended), ended
+        self._step_requests = len(step.works)
+        self._step_tokens = sum(len(work.tokens) for work in step.works)
 
     def _drafts(self) -> dict[str, Sequence[int]]:
         """Guesses for the requests that decode in the next step, where they pay and prompts leave room for them."""
-        if not self._most_drafted or self.scheduler.feeds_prompts:
+        if not self._drafting:
             return {}
         drafts: dict[str, Sequence[int]] = {}
-        costs = self.scheduler.costs
-        running = self.scheduler.running  # all of them decode
-        if costs.plain_due(running) or costs.worth(running) > MOST_WORTH:
-            return {}
         decoding = self.scheduler.decoding()
         for id, tokens, room in decoding:
             speculation = self._active[id].speculation
             if speculation and (found := speculation.draft(tokens, min(room, self._most_drafted), len(decoding))):
                 drafts[id] = found
         return drafts
+
+    @property
+    def _drafting(self) -> bool:
+        """Drafts may pay in the next step."""
+        if not self._most_drafted or self.scheduler.feeds_prompts:
+            return False
+        costs, running = self.scheduler.costs, self.scheduler.running  # all of them decode
+        return not costs.plain_due(running) and costs.worth(running) <= MOST_WORTH
 
     def _learn(self, work: Work) -> None:
         active = self._active[work.id]
@@ -257,7 +330,7 @@ class EngineCore:
             held = sum(token == draft for token, draft in zip(active.tokens, drafts, strict=False))
             active.speculation.observe(work.drafts, held)
 
-    def _entry(self, work: Work) -> Entry:
+    def _entry(self, work: Work, follows: int | None) -> Entry:
         active = self._active[work.id]
         if active.cached is None:
             active.cached, active.queued = self.scheduler.cached_tokens(work.id), self.clock() - active.arrival
@@ -273,14 +346,25 @@ class EngineCore:
             wanted = self._sampler.needs(work.id)
             positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
         lease = work.lease
-        return Entry(work.tokens, work.start, lease.blocks, wanted, positions, 0, 0, lease.slot, lease.snapshots)
+        return Entry(
+            work.tokens, work.start, lease.blocks, wanted, positions, 0, 0, lease.slot, lease.snapshots, follows
+        )
 
-    def _feed(self, entries: Sequence[Entry]) -> list[Result]:
-        """One step of the engine. If it fails as a whole, each entry is fed alone, and those that fail alone end."""
+    def _results(self, step: _RunningStep) -> list[Result]:
+        """Of a step. If it fails as a whole, each entry is fed alone, and those that fail alone end.
+
+        The steps behind it were fed what it has not computed: each of them fails, too.
+        """
         try:
-            results = self.engine.step(entries)
+            results = step.finish()
         except Exception as failure:
-            results = [self._feed_alone(entry) for entry in entries]
+            self._wait_for(self._begun)
+            for later in self._begun:
+                later.finish = _raising(failure)
+            results = [
+                Result() if self._active.get(work.id) is not request else self._feed_alone(entry, request)
+                for work, request, entry in zip(step.works, step.requests, step.entries, strict=True)
+            ]
             self._broken_steps = self._broken_steps + 1 if all(result.error for result in results) else 0
             if self._broken_steps == BROKEN_STEPS:
                 raise EngineBrokenError(f"{BROKEN_STEPS} steps in turn failed: {one_line(failure)}") from failure
@@ -288,11 +372,19 @@ class EngineCore:
             self._broken_steps = 0
         return results
 
-    def _feed_alone(self, entry: Entry) -> Result:
+    def _feed_alone(self, entry: Entry, request: _Active) -> Result:
+        if entry.follows is not None:
+            entry = entry._replace(tokens=(request.last,), follows=None)
         try:
-            return self.engine.step([entry])[0]
+            return self.engine.begin([entry])()[0]
         except Exception as failure:
             return Result(error=RequestError(f"the engine failed: {one_line(failure)}"))
+
+    def _wait_for(self, steps: Sequence[_RunningStep]) -> None:
+        """For their ends, whatever comes of them."""
+        for step in steps:
+            with suppress(Exception):
+                step.finish()
 
     def _choose(self, works: Sequence[Work], results: Sequence[Result]) -> None:
         """The new tokens of every request that gets some, scores of prompts, and errors."""
@@ -378,6 +470,15 @@ class EngineCore:
         del self._active[id]
         self._sampler.remove(id)
         self._finished[reason] += 1
+
+
+def _raising(failure: Exception) -> Finish:
+    """The second half of a step that has failed."""
+
+    def finish() -> list[Result]:
+        raise failure
+
+    return finish
 
 
 def _require_types(request: GenerateRequest) -> None:

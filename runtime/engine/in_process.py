@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from engines.protocol import Engine, EngineCapabilities, Entry, Result
+from engines.protocol import Engine, EngineCapabilities, Entry, Finish, Result
 from runtime.engine.core import EngineCore
 from runtime.wire.messages import Delta, FinishReason, GenerateRequest, StepReport, TokenLogprobs
 
@@ -36,8 +36,11 @@ class ModelledTime:
         return self.now
 
     def step(self, batch: Sequence[Entry]) -> list[Result]:
+        return self.begin(batch)()
+
+    def begin(self, batch: Sequence[Entry]) -> Finish:
         self.now += STEP_SECONDS + TOKEN_SECONDS * sum(len(entry.tokens) for entry in batch)
-        return self._engine.step(batch)
+        return self._engine.begin(batch)
 
     def prepare(self, ahead: int) -> bool:
         return self._engine.prepare(ahead)

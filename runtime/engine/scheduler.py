@@ -8,6 +8,10 @@ Where memory runs out, the running request of the lowest rank gives up its state
 longest prefix that the cache (runtime/engine/cache) still has. State is not moved to host memory or disk instead: on a
 CPU it is in host memory already, and a disk is slower to read than state is to compute.
 
+A step may be planned while the one before it runs, if no token of that is needed for it: a request whose next token is
+not known yet feeds it all the same, and what it gets is dropped where it has ended meanwhile. Then nobody is preempted,
+and what such a request held is kept until the steps that write it have ended.
+
 Requests that share a prefix share its state. One that arrives while another computes the same prefix waits for it, so
 ``n`` responses to one prompt compute it once. Neither numpy nor an engine is imported here, and no clock is read: the
 caller says what time it is, in seconds.
@@ -24,7 +28,7 @@ from runtime.engine.cache.kinds import Demand, Lease
 from runtime.engine.cache.sequences import SequenceCache
 from runtime.engine.step_costs import StepCosts
 from runtime.engine.waiting import Rank, WaitingQueue
-from runtime.engine.work import Finished, Work, WorkResult
+from runtime.engine.work import UNDECIDED, Finished, Work, WorkResult
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import EngineLoad, FinishReason, GenerateRequest
 from tapeout.errors import RequestError
@@ -35,6 +39,9 @@ class _Sequence:
     request: GenerateRequest
     arrival: float
     computed: int = 0  # positions that its state holds
+    fed: int = 0  # positions that it holds once all planned steps have ended
+    undecided: int = 0  # tokens that these steps decide
+    planned: int = 0  # these steps
     missing: int | None = None  # while it waits: tokens that the cache did not have when the load was asked for
     cached: int = 0  # prompt tokens that were found in the cache when it first ran
     lost: int = 0  # prompt tokens behind those that one kind of state was found of, and another was not
@@ -53,6 +60,14 @@ class _Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
 
+@dataclass
+class _PlannedStep:
+    """A planned step. ``began``: when the engine began it, as far as is known."""
+
+    works: dict[_Sequence, Work]
+    began: float
+
+
 _Deadline = tuple[float, int, str, _Sequence]  # when, a number that makes it unique, until what, of whom
 
 
@@ -64,14 +79,14 @@ class Scheduler:
         self._queue = WaitingQueue(self._rank)
         self._waiting = self._queue.sequences
         self._running: dict[str, _Sequence] = {}
-        self._planned: dict[str, Work] = {}
+        self._planned: list[_PlannedStep] = []  # not committed, in order
+        self._works: dict[_Sequence, Work] = {}  # of the step that is planned
         self._deadlines: list[_Deadline] = []  # a heap
         self._numbers = count()
         self._served: dict[str, float] = {}  # tokens fed, by tenant
         self._active: dict[str, int] = {}  # requests, by tenant
         self._speed: float | None = None  # tokens per second, smoothed
         self._answer_tokens: float | None = None  # of a request, smoothed
-        self._planned_at = 0.0
         self._busy_since: float | None = None  # the last commit, unless there was nothing to do after it
 
     @property
@@ -190,13 +205,18 @@ class Scheduler:
         """The next step, at most ``step_tokens`` tokens. :meth:`commit` must follow, unless it is empty.
 
         ``drafts``: guesses for requests that decode. They are fed as far as there is room for them.
+        Where the step before is not committed, there are no drafts, and nothing is planned if somebody might have to be
+        preempted. Then state must be such that it ``trims``.
         """
-        assert not self._planned, "the last step was not committed"
-        self._planned_at = now
+        assert not self._planned or (self.cache.trims and not drafts), "a step cannot be planned ahead of the last one"
+        works = self._works = dict[_Sequence, Work]()
         budget, before = self.limits.step_tokens, self.preemptions
         decoding, prompts = list[_Sequence](), list[_Sequence]()
         for sequence in self._running.values():
-            (decoding if len(sequence.tokens) - sequence.computed == 1 else prompts).append(sequence)
+            if pending := self._pending(sequence):
+                (decoding if pending == 1 else prompts).append(sequence)
+        if self._planned and not self.cache.can_grow(len(decoding)):
+            return []
         # The order decides who gets memory, which matters only where there is too little.
         if len(decoding) > budget or not self.cache.can_grow(len(decoding)):
             decoding.sort(key=lambda sequence: self._rank(sequence, now))
@@ -209,7 +229,7 @@ class Scheduler:
         # One long prompt is no backlog: it takes its time, and nobody else waits longer for that.
         pending = [self._pending(sequence) for sequence in prompts]
         backlog = self.waiting_tokens + sum(pending) - max(self._queue.longest, *pending, 0)
-        decodes = len(self._planned)
+        decodes = len(works)
         budget = prompt_budget = self.costs.prompt_budget(decodes, budget, backlog)
         scored = self.limits.scored_tokens
         if prompts and len(self._active) > 1 and self.preemptions == before:
@@ -224,15 +244,25 @@ class Scheduler:
         # Not beside prompts: their tokens must be computed in any case, and a guess may be wrong.
         if drafts and budget == prompt_budget:
             self._add_drafts(drafts, self.costs.draft_budget(decodes, self.limits.step_tokens - decodes))
-        return list(self._planned.values())
+        for sequence, work in works.items():
+            sequence.planned += 1
+            sequence.fed = work.start + len(work.tokens)
+            sequence.undecided += work.samples
+        if works:
+            self._planned.append(_PlannedStep(works, now))
+        return list(works.values())
 
     def commit(self, outcomes: Mapping[str, WorkResult], now: float) -> list[Finished]:
-        """What came of the planned work; requests that were cancelled meanwhile may be missing. Who has ended."""
+        """What came of the planned work; requests that have ended meanwhile may be missing. Who has ended."""
         fed, decodes, drafts, failed, finished = 0, 0, 0, False, list[Finished]()
-        planned, self._planned = self._planned, {}
-        for id, work in planned.items():
-            sequence = self._running.get(id)
-            if sequence is None:
+        step = self._planned.pop(0)
+        for sequence, work in step.works.items():
+            id = sequence.id
+            sequence.planned -= 1
+            sequence.undecided -= work.samples
+            if self._running.get(id) is not sequence:
+                if not sequence.planned:
+                    self._release(sequence)
                 continue
             outcome = outcomes[id]
             if outcome.failed:
@@ -249,24 +279,34 @@ class Scheduler:
                 assert 1 <= len(outcome.tokens) <= work.drafts + 1, f"request {id} got {len(outcome.tokens)} tokens"
                 sequence.tokens += outcome.tokens
                 sequence.computed += len(outcome.tokens) - 1
+            if not sequence.planned:
+                sequence.fed = sequence.computed
             if sequence.computed >= sequence.lease.due:
                 self.cache.commit(sequence.lease, sequence.tokens, sequence.computed)
             if outcome.stop:
                 finished.append(self._finish(id, "stop"))
-            elif sequence.answered == request.max_new_tokens and (work.samples or not self._pending(sequence)):
+            elif sequence.answered == request.max_new_tokens and (
+                work.samples or sequence.computed == len(sequence.tokens)
+            ):
                 finished.append(self._finish(id, "length"))
         if not failed:  # else it is not known what took the time
-            self.costs.observe(decodes, fed - decodes - drafts, drafts, now - self._planned_at)
-        self._measure(fed, now)
+            self.costs.observe(decodes, fed - decodes - drafts, drafts, now - step.began)
+        self._measure(fed, now - (step.began if self._busy_since is None else self._busy_since))
+        self._busy_since = now if self._running or self._waiting else None
+        for later in self._planned:
+            later.began = now
         return finished
 
     def check(self) -> None:
         """The bookkeeping adds up; for tests, and for a server that is idle."""
         sequences = [*self._waiting.values(), *self._running.values()]
-        self.cache.check(sequence.lease for sequence in self._running.values())
+        planned = {sequence for step in self._planned for sequence in step.works}
+        self.cache.check(sequence.lease for sequence in {*self._running.values(), *planned})
         assert not self._waiting.keys() & self._running.keys()
         for sequence in sequences:
             assert sequence.computed < len(sequence.tokens)
+            assert sequence.fed >= sequence.computed and (sequence.planned or sequence.fed == sequence.computed)
+            assert sequence.planned == sum(sequence in step.works for step in self._planned)
             assert sequence.lease.room >= sequence.computed
         for sequence in self._waiting.values():
             assert not sequence.lease.room and not sequence.computed, "a waiting request has state"
@@ -275,22 +315,25 @@ class Scheduler:
 
     def _feed(self, sequence: _Sequence, count: int, now: float) -> int:
         """Plan ``count`` tokens of a running request; 0 if it had to give up its state."""
-        end, lease, id = sequence.computed + count, sequence.lease, sequence.id
+        start, lease = sequence.fed, sequence.lease
+        end = start + count
         while end > lease.room and not self.cache.grow(lease, end):
-            others = [other for other in self._running.values() if other.id not in self._planned]
+            assert not self._planned, "the state of a request that runs cannot be given up"
+            others = [other for other in self._running.values() if other not in self._works]
             victim = max(others, key=lambda other: self._rank(other, now))
             self._preempt(victim)
             if victim is sequence:
                 return 0
-        tokens = sequence.tokens[sequence.computed : end]
-        samples = end == len(sequence.tokens) and sequence.request.max_new_tokens > 0
-        self._planned[id] = Work(id, tokens, sequence.computed, lease, samples)
+        follows = end > len(sequence.tokens)
+        tokens = UNDECIDED if follows else sequence.tokens[start:end]
+        samples = end >= len(sequence.tokens) and sequence.request.max_new_tokens > 0
+        self._works[sequence] = Work(sequence.id, tokens, start, lease, samples, follows=follows)
         return count
 
     def _feed_prompt(self, sequence: _Sequence, budget: int, scored: int, now: float) -> tuple[int, int]:
         """Plan as many tokens as the budgets allow; how many, and what is left of the tokens that may be scored."""
         count = min(self._pending(sequence), budget)
-        if sequence.scored and sequence.computed < len(sequence.request.prompt):
+        if sequence.scored and sequence.fed < len(sequence.request.prompt):
             count = min(count, scored)
             scored -= count
         return (self._feed(sequence, count, now) if count else 0), scored
@@ -302,7 +345,8 @@ class Scheduler:
         """
         wanted = list[tuple[int, _Sequence, Work, Sequence[int]]]()
         for id, guesses in drafts.items():
-            work, sequence = self._planned.get(id), self._running.get(id)
+            sequence = self._running.get(id)
+            work = self._works.get(sequence) if sequence else None
             if work is None or sequence is None or not work.samples or len(work.tokens) > 1:  # a prompt is no decode
                 continue
             if (count := min(len(guesses), self._room(sequence))) > 0:
@@ -315,7 +359,7 @@ class Scheduler:
                 count = lease.room - end
             if count > 0:
                 tokens = [*work.tokens, *guesses[:count]]
-                self._planned[sequence.id] = work._replace(tokens=tokens, drafts=count)
+                self._works[sequence] = work._replace(tokens=tokens, drafts=count)
                 budget -= count
 
     def _admit(self, budget: int, scored: int, now: float, before: Rank | None = None) -> tuple[int, int]:
@@ -336,7 +380,7 @@ class Scheduler:
                 continue
             if not self.cache.open(sequence.lease, match, len(sequence.tokens), self._demands(sequence, now)):
                 break
-            sequence.computed = match.tokens
+            sequence.computed = sequence.fed = match.tokens
             if not sequence.started:
                 sequence.cached, sequence.lost, sequence.started = sequence.computed, match.known - match.tokens, True
             self._queue.remove(sequence)
@@ -406,8 +450,11 @@ class Scheduler:
         return 0 if sequence.scored else len(sequence.tokens) - 1
 
     def _pending(self, sequence: _Sequence) -> int:
-        """Tokens that its state does not hold yet."""
-        return len(sequence.tokens) - sequence.computed
+        """Tokens that are to be fed, those among them that a planned step decides."""
+        undecided = sequence.undecided
+        if undecided and sequence.answered + undecided >= sequence.request.max_new_tokens:
+            return 0  # the last new token is never fed
+        return len(sequence.tokens) + undecided - sequence.fed
 
     def _preempt(self, sequence: _Sequence) -> None:
         self._release(sequence)
@@ -419,8 +466,8 @@ class Scheduler:
             self._queue.remove(sequence)
         else:
             sequence = self._running.pop(id)
-            self._release(sequence)
-        self._planned.pop(id, None)
+            if not sequence.planned:  # else once those steps have ended
+                self._release(sequence)
         if reason in ("stop", "length"):
             mean = self._answer_tokens
             self._answer_tokens = sequence.answered if mean is None else mean + 0.1 * (sequence.answered - mean)
@@ -432,7 +479,7 @@ class Scheduler:
 
     def _release(self, sequence: _Sequence) -> None:
         self.cache.close(sequence.lease)
-        sequence.computed, sequence.missing = 0, None
+        sequence.computed, sequence.fed, sequence.missing = 0, 0, None
 
     def _rank(self, sequence: _Sequence, now: float) -> Rank:
         """Who comes first: by priority, which rises with waiting; then tenants that were served least; then by age."""
@@ -440,12 +487,10 @@ class Scheduler:
         priority = request.priority - (now - sequence.arrival) // self.limits.aging_seconds
         return priority, self._served[request.tenant], sequence.arrival, request.id
 
-    def _measure(self, fed: int, now: float) -> None:
-        elapsed = now - (self._planned_at if self._busy_since is None else self._busy_since)
-        if fed and elapsed > 0:
-            speed = fed / elapsed
+    def _measure(self, fed: int, seconds: float) -> None:
+        if fed and seconds > 0:
+            speed = fed / seconds
             self._speed = speed if self._speed is None else 0.9 * self._speed + 0.1 * speed
-        self._busy_since = now if self._running or self._waiting else None
 
 
 def _timeouts(request: GenerateRequest) -> dict[str, float]:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from runtime.engine.cache.kinds import Lease
 from runtime.wire.messages import FinishReason
 
+UNDECIDED = (0,)  # in place of a token that is not known
+
 
 class Work(NamedTuple):
     """Tokens that one request feeds in a step, and the state they are fed to. ``samples``: the last of them decides the
@@ -15,6 +17,8 @@ class Work(NamedTuple):
 
     ``drafts``: so many of the last tokens are guesses. Each token from the last certain one on decides the one after
     it, and a guess holds if it is the token that was decided.
+
+    ``follows``: its one token is the one that the step before decides, which was not known when this was planned.
     """
 
     id: str
@@ -23,6 +27,7 @@ class Work(NamedTuple):
     lease: Lease
     samples: bool
     drafts: int = 0
+    follows: bool = False
 
 
 class Finished(NamedTuple):

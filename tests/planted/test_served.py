@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from engines.bundle import EngineBundle
 from engines.kernels.cpu import compiler
 from engines.load import at_level, graph_target, load, open_probe
-from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray
+from engines.protocol import Engine, Entry, FloatArray, Result, TokenArray, WholeSteps
 from engines.sequences import Sequences, SlotEntry
 from evals.check import Check, Outcome
 from evals.kind import Bounds, Evidence, EvidenceKind, Report
@@ -642,7 +642,7 @@ def test_one_terrible_document_among_good_ones(made: Made) -> None:
 # free-running answers
 
 
-class Wrapped:
+class Wrapped(WholeSteps):
     """A real engine whose steps a subclass spoils."""
 
     def __init__(self, engine: Engine) -> None:

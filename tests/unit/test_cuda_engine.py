@@ -21,7 +21,7 @@ from engines.kernels.cuda import HOST_FILE, device, layout
 from engines.kernels.cuda import library as device_library
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
 from engines.load import at_level, find_target, load, open_probe, runs_here
-from engines.protocol import Engine, Entry, FloatArray, Result
+from engines.protocol import Engine, Entry, Finish, FloatArray, Result
 from engines.targets.cuda import engine as cuda_engine
 from pipeline.cli import build as command
 from pipeline.cli import doctor
@@ -571,3 +571,64 @@ def test_a_planted_stale_argument_of_a_graph_is_found(
     with closing(load(bundle.folder, level="host")) as engine:
         found = results(engine)
     assert any(a is None or not np.array_equal(a, b) for a, b in zip(found, expected, strict=True) if b is not None)
+
+
+def test_a_step_that_begins_ahead_reads_the_tokens_on_the_device(opened: Engine) -> None:
+    """In other orders, in buckets and without, beside prompts: as if each token had been waited for."""
+    prompts = [words(9 + number, seed=number) for number in range(5)]
+    plain = [opened.step([Entry(prompt, 0, blocks(0))])[0].tokens for prompt in prompts]
+    expected: list[list[int]] = []
+    for number, prompt in enumerate(prompts):
+        tokens = list(prompt)
+        for _ in range(5):
+            start = 0 if len(tokens) == len(prompt) else len(tokens) - 1
+            (result,) = opened.step([Entry(tokens[start:], start, blocks(number))])
+            assert result.tokens is not None
+            tokens += result.tokens.tolist()
+        expected.append(tokens[len(prompt) :])
+    assert [one[0] for one in expected] == [int(found[0]) for found in plain if found is not None]
+
+    found: dict[int, list[int]] = {number: [] for number in range(5)}
+    orders = [[0, 1, 2, 3], [3, 1, 0, 4, 2], [2, 0, 4, 1, 3], [0, 3, 4], [3, 4, 0]]
+    waiting: list[tuple[list[int], Finish]] = []
+    before: list[int] = []
+    fed = dict.fromkeys(range(5), 0)
+    for order in orders:
+        entries = [
+            Entry((0,), len(prompts[n]) + fed[n] - 1, blocks(n), follows=before.index(n))
+            if fed[n]
+            else Entry(prompts[n], 0, blocks(n))
+            for n in order
+        ]
+        waiting.append((order, opened.begin(entries)))
+        before = order
+        for n in order:
+            fed[n] += 1
+        if len(waiting) == 2:
+            read(found, *waiting.pop(0))
+    read(found, *waiting.pop(0))
+    assert found == {number: expected[number][: fed[number]] for number in range(5)}
+
+
+def read(found: dict[int, list[int]], order: list[int], finish: Finish) -> None:
+    for number, result in zip(order, finish(), strict=True):
+        assert result.error is None and result.tokens is not None
+        found[number] += result.tokens.tolist()
+
+
+def test_what_follows_nothing_is_refused(opened: Engine) -> None:
+    finish = opened.begin([Entry([5], 0, blocks(0), positions=()), Entry([5, 999_999], 0, blocks(1))])
+    entries = [Entry((0,), 1, blocks(n), follows=place) for n, place in enumerate((0, 1, 7))]
+    after = opened.begin(entries)
+    finish()
+    for result in after():
+        assert result.error is not None and "of the step before" in str(result.error)
+
+
+def test_a_third_step_at_once_is_refused(opened: Engine) -> None:
+    waiting = [opened.begin([Entry([5 + n], 0, blocks(0))]) for n in range(2)]
+    with pytest.raises(DeviceError, match="more than 2 steps at once"):
+        opened.begin([Entry([5], 0, blocks(0))])
+    tokens = [result.tokens for finish in waiting for result in finish()]
+    for n, token in enumerate(tokens):
+        assert token == opened.step([Entry([5 + n], 0, blocks(0))])[0].tokens

@@ -78,7 +78,8 @@ def bundle(
 def test_a_recipe_in_fp8_becomes_a_bundle(quantized: Artifact[QuantizedModel], bundle: Artifact[EngineBundle]) -> None:
     """All linears of layers in E4M3, with inputs that the norm, the gate or one more kernel rounds."""
     assert {linear.scheme.format for linear in quantized.record.linears if "layers" in linear.name} == {"fp8-dynamic"}
-    assert quantized.record.summary.endswith("kv-fp8")
+    summary, in_layers = quantized.record.summary, sum("layers" in linear.name for linear in quantized.record.linears)
+    assert summary == f"fp8-dynamic:{in_layers} w8:1 kv-fp8"
     plan = LaunchPlan.model_validate_json((bundle.folder / PLAN_FILE).read_bytes())
     assert {"LINEAR_E4M3_8", "CACHE_Fp8", "ATTENTION_Fp8_64"} < {*plan.selected}
     linears = [one for one in plan.operations if one.kind == "linear"]

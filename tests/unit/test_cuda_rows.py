@@ -102,7 +102,7 @@ def test_an_embedding_is_the_rows_of_its_weight(device: Device, bits: int, colum
     table = random_linear(53, columns, Scheme(bits=bits, group_size=32, symmetric=symmetric))
     ids = np.array([0, 52, 8, 15, 16, 31, -1, 53, 64, 1 << 40, 7])
     y = device.empty((len(ids), columns), np.float32)
-    device.launch("block_gather", BlockGather(weight(device, table), at(device.put(ids)), at(y), len(ids)))
+    device.launch("block_gather", BlockGather(weight(device, table), at(device.put(ids)), None, at(y), len(ids)))
     known = (ids >= 0) & (ids < 53)
     assert np.array_equal(y[known], table.dequantize()[ids[known]])
     assert np.isnan(y[~known]).all()
@@ -112,7 +112,7 @@ def test_an_embedding_in_halves_is_the_rows_of_its_weight(device: Device) -> Non
     table = random(53, 160).astype(np.float16)
     ids = np.array([0, 52, 8, 15, 16, -1, 53, 7])
     y = device.empty((len(ids), 160), np.float32)
-    device.launch("block_gather", BlockGather(half_weight(device, table), at(device.put(ids)), at(y), len(ids)))
+    device.launch("block_gather", BlockGather(half_weight(device, table), at(device.put(ids)), None, at(y), len(ids)))
     known = (ids >= 0) & (ids < 53)
     assert np.array_equal(y[known], table[ids[known]].astype(np.float32)) and np.isnan(y[~known]).all()
 

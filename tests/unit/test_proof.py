@@ -31,6 +31,7 @@ def test_a_quantized_checkpoint_passes_and_says_how_small_it_is() -> None:
     ("change", "reason"),
     [
         ({"scales_not_finite": 3}, "3 of 200 scales that are NaN"),
+        ({"codes_nan": 2}, "2 of 6400 codes that are NaN"),
         ({"scales_zero": 1}, "1 of 200 scales that are zero"),
         ({"scales_one": 200}, "only scales of one"),
         ({"lost": 200}, "one code, or zeros, in 200 of 200 groups"),
@@ -128,6 +129,24 @@ def test_static_inputs_need_a_scale(input_scale: float | None, reason: str) -> N
     assert prove([good], planned).passed
     proof = prove([good.model_copy(update={"input_scale": input_scale})], planned)
     assert any(reason in found for found in proof.reasons)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_planted_nan_among_codes_of_floats_is_found(code: int, tmp_path: Path) -> None:
+    weight, scheme = np.random.default_rng(0).normal(size=(8, 64)), Scheme.model_validate({"format": "fp8-dynamic"})
+    weight = weight.astype(np.float32)
+    stored = round_to_nearest(weight, scheme)
+    for name in ("sound", "planted"):
+        folder = tmp_path / name
+        folder.mkdir()
+        writer = CheckpointWriter(folder)
+        writer.add_linear("w.weight", stored)
+        writer.finish()
+        say_schemes(folder, {"w.weight": scheme})
+        (inventory,) = count_tensors(open_checkpoint(folder), "w.weight", lambda: weight)
+        reasons = prove([inventory], {"w.weight": scheme}).reasons
+        assert any("1 of 512 codes that are NaN" in reason for reason in reasons) == (name == "planted")
+        stored.codes[3, 5] = code
 
 
 def test_static_inputs_that_nobody_planned_are_told() -> None:

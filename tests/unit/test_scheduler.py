@@ -156,7 +156,8 @@ class Served(RuleBasedStateMachine):
         for id, outcome in outcomes.items():
             self.answers[id] += outcome.tokens
         fed = sum(len(work.tokens) for work in works)
-        self.end(self.scheduler.commit(outcomes, self.now + 0.01 + 0.001 * fed))  # so costs are learned
+        if works:
+            self.end(self.scheduler.commit(outcomes, self.now + 0.01 + 0.001 * fed))  # so costs are learned
 
     @invariant()
     def adds_up(self) -> None:
@@ -193,7 +194,8 @@ def scheduler(blocks: int = 16, **limits: int) -> Scheduler:
 def advance(made: Scheduler, now: float = 0.0, *, stop: bool = False) -> list[str]:
     """One step; the ids that were fed."""
     works = made.plan(now)
-    made.commit({work.id: WorkResult([1] if work.samples else [], stop and work.samples) for work in works}, now)
+    if works:
+        made.commit({work.id: WorkResult([1] if work.samples else [], stop and work.samples) for work in works}, now)
     return [work.id for work in works]
 
 

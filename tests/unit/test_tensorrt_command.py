@@ -269,6 +269,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "a target without a compile step": (["--target", "ort-cpu"], "no compile step"),
     "a level that there is not": (["--target", "ort-cpu:sm89"], "no level 'sm89'"),
     "no hardware": (["--target", "my-chip"], "names no hardware"),
+    "a precision where the plan decides": (["--target", "cuda", "--precision", "fp16"], "--precision fp16 for cuda"),
     "a precision that is none": (["--target", "my-chip:a1", "--precision", "int3"], "precision 'int3'"),
     "buckets that are no counts": (["--target", "my-chip:a1", "--batches", "1,x"], "--batches 1,x"),
 }

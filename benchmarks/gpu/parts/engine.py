@@ -13,7 +13,7 @@ from benchmarks.gpu.place import Place, Record
 from engines.kernels.cuda import HOST
 from engines.kernels.cuda.layout import BUCKETS
 from engines.protocol import Engine, Entry, FloatArray
-from engines.targets.cuda.engine import CudaEngine
+from engines.targets.cuda.engine import open_engine
 
 HALF = 1e-2  # of the largest logit: GPUs sum in another order, and a key may fall on the next code of eight
 COURSE_SECONDS = 20
@@ -23,7 +23,7 @@ def run(place: Place, record: Record) -> None:
     shape = place.small
     sequences = 5 if place.rehearsal else max(BUCKETS)
     bundle = place.bundle(shape, place.level)
-    with closing(CudaEngine(bundle, sequences=sequences)) as engine:
+    with closing(open_engine(bundle, sequences=sequences)) as engine:
         _equal_alone_and_together(engine, shape, sequences, record)
         _cut_prompts(engine, shape, record)
         _courses(engine, shape, sequences, 1 if place.rehearsal else COURSE_SECONDS, record)
@@ -34,7 +34,7 @@ def run(place: Place, record: Record) -> None:
         again = _logits(engine, [Entry([9], 60, blocks_of(shape, 1), "logits")])
         record("a copied block continues as its source", holds=bool(np.array_equal(first, again)))
     host = place.bundle(shape, HOST) if place.level != HOST else bundle
-    with closing(CudaEngine(host, sequences=2)) as engine:
+    with closing(open_engine(host, sequences=2)) as engine:
         difference = float(np.abs(_some_logits(engine, shape) - on_device).max() / np.abs(on_device).max())
     record("logits of level host", holds=difference < HALF, difference=difference)
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.place import Place, Record, milliseconds, peers
 from engines.bundle import BLOCK_TOKENS
 from engines.kernels.cuda.library import DeviceEngine, DeviceStep
 from engines.protocol import Entry, Result
-from engines.targets.cuda.engine import CudaEngine
+from engines.targets.cuda.engine import CudaEngine, open_engine
 
 BATCHES, PREFILLS, CONTEXT = (1, 8, 32, 128), (128, 1024, 2048, 4096), 1024
 STEPS, ROUNDS = 40, 5
@@ -36,7 +36,7 @@ def run(place: Place, record: Record) -> None:
     record("bundle written", seconds=time.perf_counter() - begun, shape=shape.name, weight_bytes=shape.weight_bytes)
     begun = time.perf_counter()
     columns = -(-shape.max_tokens // BLOCK_TOKENS)
-    with closing(CudaEngine(bundle, sequences=-(-wanted // columns))) as engine:
+    with closing(open_engine(bundle, sequences=-(-wanted // columns))) as engine:
         record("engine opened", seconds=time.perf_counter() - begun)
         watch = _Watch(engine)
         _fill(engine, shape, context, blocks, max(batches))

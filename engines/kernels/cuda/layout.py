@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engines.bundle import NEXT_TOKENS
 from engines.kernels.cuda.parameters import ATTENTION_BLOCK, ATTENTION_PART
 from engines.kernels.cuda.plan import ENDED, LaunchPlan, PlanOperation
 
@@ -78,7 +79,10 @@ def inputs_bytes(columns: int) -> int:
 
 
 def shared_values(plan: LaunchPlan) -> list[list[str]]:
-    """Values that take turns in one piece of memory: none is written while another is still read."""
+    """Values that take turns in one piece of memory: none is written while another is still read.
+
+    The chosen tokens are read by the next step, too, and have a piece of their own.
+    """
     last = {name: number for number, one in enumerate(plan.operations) for name in one.pointers.values()}
     first = dict[str, int]()
     for number, operation in enumerate(plan.operations):
@@ -87,7 +91,7 @@ def shared_values(plan: LaunchPlan) -> list[list[str]]:
     pieces = list[list[str]]()
     for name in sorted((name for name in plan.values if name in first), key=lambda name: first[name]):
         large = rows_of(plan, name) * plan.values[name].row_bytes
-        free = [piece for piece in pieces if last[piece[-1]] < first[name]]
+        free = [piece for piece in pieces if NEXT_TOKENS not in (name, *piece) and last[piece[-1]] < first[name]]
         if free:
             sizes = {id(piece): max(rows_of(plan, one) * plan.values[one].row_bytes for one in piece) for piece in free}
             min(free, key=lambda piece: abs(sizes[id(piece)] - large)).append(name)

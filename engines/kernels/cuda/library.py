@@ -26,7 +26,10 @@ _NUMBERS = {name: number for number, (name, _) in enumerate(KINDS)}
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """Inputs of a step, C-contiguous. ``bucket``: of the graph that runs it; 0: its kernels are launched one by one."""
+    """Inputs of a step, C-contiguous. ``bucket``: of the graph that runs it; 0: its kernels are launched one by one.
+
+    An id of -1 - i is the token of result i of the step before.
+    """
 
     ids: NDArray[np.int64]  # [M]
     rows: NDArray[np.int64]  # [P]: tokens with results
@@ -119,7 +122,10 @@ class DeviceEngine:
             raise _refusal(failure.value, error.value.decode(), folder)
 
     def begin(self, step: DeviceStep, *, logits: bool) -> Callable[[], NDArray[Any]]:
-        """Begin a step; what is returned waits for it, and gives tokens ``[P]`` or logits ``[P, V]``."""
+        """Begin a step; what is returned waits for it, and gives tokens ``[P]`` or logits ``[P, V]``.
+
+        At most two steps have begun and not ended. They end in their order.
+        """
         inputs = _inputs(step, logits=logits)
         self._check(self._library.tapeout_cuda_begin(self._engine, ctypes.byref(inputs)))
         shape = (len(step.rows), self._vocabulary) if logits else (len(step.rows),)

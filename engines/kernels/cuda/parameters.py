@@ -30,7 +30,7 @@ class Gated(ctypes.Structure):
 
 
 class BlockGather(ctypes.Structure):
-    _fields_ = (("weight", Weight), ("ids", P), ("y", P), ("M", I32))
+    _fields_ = (("weight", Weight), ("ids", P), ("chosen", P), ("y", P), ("M", I32))
 
 
 class Argmax(ctypes.Structure):

@@ -154,9 +154,9 @@ class Cuda(GraphTarget):
     def open(
         self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
     ) -> Engine:
-        from engines.targets.cuda.engine import CudaEngine
+        from engines.targets.cuda.engine import open_engine
 
-        return CudaEngine(bundle, sequences=slots or bundle.record.io.slots)
+        return open_engine(bundle, sequences=slots or bundle.record.io.slots)
 
     def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         from engines.targets.cuda.probe import CudaProbe

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engines.bundle import BLOCK_TOKENS, EngineBundle
+from engines.bundle import BLOCK_TOKENS, EngineBundle, IOContract
 from engines.kernels.cuda import HOST, HOST_FILE, cubin_file, device
 from engines.kernels.cuda.layout import FEW_ROWS, FEW_TOKENS, RUN_RESULTS, RUN_TOKENS, bucket_of
 from engines.kernels.cuda.library import DeviceEngine, DeviceStep
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
-from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.protocol import EngineCapabilities, Entry, Finish, FloatArray, Result
 from engines.step_inputs import NO_SLOTS, StepPiece, check, not_finite, result_of, runs
 from tapeout.artifact import Artifact, verify_files
+from tapeout.errors import RequestError
 from tapeout.state import paged_buffers
 
 
@@ -39,15 +42,30 @@ def open_device(bundle: Artifact[EngineBundle], plan: LaunchPlan, blocks: int) -
     )
 
 
-class CudaEngine:
-    """See :class:`engines.protocol.Engine`. ``sequences``: of full length, that there is memory for."""
+def open_engine(bundle: Artifact[EngineBundle], *, sequences: int) -> CudaEngine:
+    """``sequences``: of full length, that there is memory for."""
+    io, on_host = bundle.record.io, bundle.record.hardware[0].level == HOST
+    blocks = sequences * -(-io.max_tokens // BLOCK_TOKENS)
+    opened = open_device(bundle, plan_of(bundle), blocks)
+    return CudaEngine(opened, io, digest=bundle.digest, blocks=blocks, threads=int(on_host))
 
-    def __init__(self, bundle: Artifact[EngineBundle], *, sequences: int) -> None:
-        io, on_host = bundle.record.io, bundle.record.hardware[0].level == HOST
+
+class StepDevice(Protocol):
+    """What runs steps: see :class:`engines.kernels.cuda.library.DeviceEngine`."""
+
+    def begin(self, step: DeviceStep, *, logits: bool) -> Callable[[], NDArray[Any]]: ...
+
+    def copy_block(self, source: int, target: int, tokens: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CudaEngine:
+    """See :class:`engines.protocol.Engine`. ``blocks``, ``threads``: see :class:`EngineCapabilities`."""
+
+    def __init__(self, device: StepDevice, io: IOContract, *, digest: str, blocks: int, threads: int) -> None:
         self._columns = -(-io.max_tokens // BLOCK_TOKENS)
-        blocks = sequences * self._columns
-        self._device = open_device(bundle, plan_of(bundle), blocks)
-        self.digest = bundle.digest
+        self._device, self.digest = device, digest
         self.capabilities = EngineCapabilities(
             block_tokens=BLOCK_TOKENS,
             blocks=blocks,
@@ -57,31 +75,37 @@ class CudaEngine:
             vocab_size=io.vocab_size,
             shares_blocks=True,
             chooses_tokens=True,
-            threads=int(on_host),
+            threads=threads,
+            steps_at_once=2,
         )
+        self._last: _BegunStep | None = None
 
     def step(self, batch: Sequence[Entry]) -> list[Result]:
-        errors = check(batch, self.capabilities)
-        results = [Result(error=error) for error in errors]
-        parts: dict[int, list[FloatArray]] = {}
+        return self.begin(batch)()
+
+    def begin(self, batch: Sequence[Entry]) -> Finish:
+        before, errors = self._last, check(batch, self.capabilities)
         several = any(entry.positions is not None and len(entry.positions) > 1 for entry in batch)
-        for run in runs(batch, errors, RUN_RESULTS if several else RUN_TOKENS):
+        most = RUN_RESULTS if several else RUN_TOKENS
+        cut = list(runs(batch, errors, most))
+        if before is not None and len(cut) > 1:
+            before.wait()  # runs end in their order, and all but the last of these end here
+        if any(entry.follows is not None for entry in batch):
+            tokens = before.last_tokens() if before is not None else {}
+            for number, entry in enumerate(batch):
+                if entry.follows is not None and errors[number] is None and entry.follows not in tokens:
+                    errors[number] = RequestError(
+                        f"follows entry {entry.follows} of the step before", expected="one that chooses a token"
+                    )
+            batch = [_following(entry, tokens) for entry in batch]
+            cut = list(runs(batch, errors, most))
+        step = self._last = _BegunStep(batch, errors)
+        for run in cut:
+            step.wait()
             ordered = sorted(run, key=lambda piece: len(piece.tokens) > FEW_TOKENS)  # see FEW_ROWS
             choose = all(batch[piece.entry].wanted == "token" for piece in run)
-            found, first = self._device.begin(self._packed(ordered), logits=not choose)(), 0
-            for piece in ordered:
-                own = found[first : first + len(piece.positions)]
-                first += len(piece.positions)
-                if not len(own):
-                    continue
-                if choose:
-                    _add_tokens(results, piece.entry, own)
-                else:
-                    parts.setdefault(piece.entry, []).append(own)
-        for number, found in parts.items():
-            if results[number].error is None:
-                results[number] = result_of(batch[number], found[0] if len(found) == 1 else np.concatenate(found))
-        return results
+            step.add(ordered, choose, self._device.begin(self._packed(ordered), logits=not choose))
+        return step.results
 
     def prepare(self, ahead: int) -> bool:
         return False
@@ -119,7 +143,71 @@ class CudaEngine:
         )
 
 
-def _add_tokens(results: list[Result], number: int, found: np.ndarray) -> None:
+class _BegunStep:
+    """A step in runs, of which the last may not have ended."""
+
+    def __init__(self, batch: Sequence[Entry], errors: Sequence[RequestError | None]) -> None:
+        self._batch, self._results = batch, [Result(error=error) for error in errors]
+        self._parts: dict[int, list[FloatArray]] = {}
+        self._running: tuple[Sequence[StepPiece], bool, Callable[[], NDArray[Any]]] | None = None
+        self._failure: Exception | None = None
+        self._runs = 0
+
+    def add(self, run: Sequence[StepPiece], choose: bool, finish: Callable[[], NDArray[Any]]) -> None:
+        """A run has begun, and all before it have ended. ``choose``: it gives tokens, not logits."""
+        self._running = run, choose, finish
+        self._runs += 1
+
+    def wait(self) -> None:
+        """For the end of what has begun. What fails fails again each time."""
+        if self._failure is not None:
+            raise self._failure
+        if self._running is None:
+            return
+        (run, choose, finish), self._running = self._running, None
+        try:
+            found, first = finish(), 0
+        except Exception as failure:
+            self._failure = failure
+            raise
+        for piece in run:
+            own = found[first : first + len(piece.positions)]
+            first += len(piece.positions)
+            if not len(own):
+                continue
+            if choose:
+                _add_tokens(self._results, piece.entry, own)
+            else:
+                self._parts.setdefault(piece.entry, []).append(own)
+
+    def results(self) -> list[Result]:
+        self.wait()
+        for number, found in self._parts.items():
+            if self._results[number].error is None:
+                logits = found[0] if len(found) == 1 else np.concatenate(found)
+                self._results[number] = result_of(self._batch[number], logits)
+        self._parts.clear()
+        return self._results
+
+    def last_tokens(self) -> dict[int, int]:
+        """As the next step is fed them, by entry: of one that runs, where they will be on the device."""
+        if self._running is None or self._runs > 1:
+            found = ((number, result.tokens) for number, result in enumerate(self.results()))
+            return {number: int(tokens[-1]) for number, tokens in found if tokens is not None}
+        rows, count = dict[int, int](), 0
+        for piece in self._running[0]:
+            count += len(piece.positions)
+            if piece.positions:
+                rows[piece.entry] = -count
+        return rows
+
+
+def _following(entry: Entry, tokens: Mapping[int, int]) -> Entry:
+    """With the token that it is fed. An entry that follows nothing is not run."""
+    return entry if entry.follows is None else entry._replace(tokens=(tokens.get(entry.follows, 0),))
+
+
+def _add_tokens(results: list[Result], number: int, found: NDArray[Any]) -> None:
     before = results[number]
     if before.error is not None:
         return

@@ -23,7 +23,7 @@ from engines.bundle import (
     EngineBundle,
 )
 from engines.kernels.cpu.serving import library_of
-from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.protocol import EngineCapabilities, Entry, FloatArray, Result, WholeSteps
 from engines.sessions import cpu_options, keep_mapped, open_session, threads_of
 from engines.state_buffers import bind_state
 from engines.state_slots import UNKNOWN, StateSlots
@@ -45,7 +45,7 @@ READY_AT_ONCE_BYTES = 2 << 20
 READY_AHEAD_BYTES = 64 << 20  # most that is made ready before a sequence needs it, however many blocks are expected
 
 
-class PagedEngine:
+class PagedEngine(WholeSteps):
     """See :class:`engines.protocol.Engine`. ``sequences``: of full length, that there is memory for.
 
     ``snapshots``: of recurrent state that are kept beside that of sequences; by default as many as these.

@@ -20,7 +20,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from engines.bundle import ATTENTION_METADATA, BLOCK_TABLE, BLOCK_TOKENS, EngineBundle, IOContract
-from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.protocol import EngineCapabilities, Entry, FloatArray, Result, WholeSteps
 from engines.step_inputs import NO_SLOTS, StepPiece, check, result_of, runs
 from engines.targets.ort_cuda.device import CudaDevice
 from engines.targets.ort_cuda.steps import (
@@ -79,7 +79,7 @@ class _Cache(NamedTuple):
     element: type[Any]
 
 
-class CudaPagedEngine:
+class CudaPagedEngine(WholeSteps):
     """See :class:`engines.protocol.Engine`. ``sequences``: of full length, that there is memory for.
 
     ``batches``: rows of the decode buckets; steps of more sequences than the largest are not captured.

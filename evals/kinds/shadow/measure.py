@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.protocol import Engine, EngineCapabilities, Entry, Result
+from engines.protocol import Engine, EngineCapabilities, Entry, Result, WholeSteps
 from evals.answers import Answer, Answerer, greedy
 from evals.kind import Context
 from evals.kinds.shadow import KIND, ShadowItem, ShadowReport, ShadowSettings
@@ -107,7 +107,7 @@ class Forced:
     agree: list[bool] = field(default_factory=list[bool])
 
 
-class Lockstep:
+class Lockstep(WholeSteps):
     """An engine of which the champion chooses the tokens, and the candidate is fed the same tokens in the same steps.
 
     What was compared is kept by the tokens that the blocks hold, not by the request that was meant: an answer that was
@@ -133,6 +133,7 @@ class Lockstep:
             slots=min((has.slots for has in (one, other) if has.slots), default=0),
             shares_blocks=alike and one.shares_blocks,
             chooses_tokens=False,
+            steps_at_once=1,
         )
         self._held = np.zeros((blocks, size), np.int64)  # tokens
         self._found: dict[bytes, tuple[float, bool]] = {}  # KL, and whether both choose the same token

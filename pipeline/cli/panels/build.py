@@ -24,12 +24,12 @@ def build(
         ),
     ],
     precision: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Of TensorRT: fp16, bf16, int4, or by a plan: fp8 (beside 16 bits), auto (int4, FP8, 16 bits). "
-            "Other targets take the recipe's plan."
+            help="Of TensorRT: fp16 (default), bf16, int4, or by a plan: fp8 (beside 16 bits), auto (int4, FP8, 16 "
+            "bits). Other targets take the recipe's plan, and no precision."
         ),
-    ] = "fp16",
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Only print the lowering, pass by pass.")] = False,
     checkpoint: Annotated[
         Path | None,
@@ -57,7 +57,7 @@ def build(
     request = hardware.BuildRequest(
         artifacts=artifacts,
         recipe=recipe,
-        precision=precision,
+        precision=command.parse_precision(precision, find_target(name)),
         checkpoint=checkpoint,
         batches=command.parse_batches(batches, recipe.build.slots),
         documents=documents,

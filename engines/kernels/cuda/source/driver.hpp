@@ -24,7 +24,7 @@ enum {
 enum { MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76 }; /* attributes of a device */
 enum { MOST_SHARED_BYTES = 8 };                        /* attribute of a function */
 enum { PLAIN_SHARED_BYTES = 48 << 10 };                /* what a launch may have without it */
-enum { CAPTURE_THIS_THREAD = 1, NON_BLOCKING = 1 };
+enum { CAPTURE_THIS_THREAD = 1, NON_BLOCKING = 1, NO_TIMING = 2 };
 
 /* Rows of `width` bytes from one place of device memory to another. The names and order are CUDA_MEMCPY2D's. */
 struct Copy2D {
@@ -73,6 +73,10 @@ enum { DEVICE_MEMORY = 2 };
   F(cuStreamCreate, (void** stream, unsigned flags))                                                            \
   F(cuStreamDestroy_v2, (void* stream))                                                                         \
   F(cuStreamSynchronize, (void* stream))                                                                        \
+  F(cuEventCreate, (void** event, unsigned flags))                                                              \
+  F(cuEventDestroy_v2, (void* event))                                                                           \
+  F(cuEventRecord, (void* event, void* stream))                                                                 \
+  F(cuEventSynchronize, (void* event))                                                                          \
   F(cuStreamBeginCapture_v2, (void* stream, int mode))                                                          \
   F(cuStreamEndCapture, (void* stream, void** graph))                                                           \
   F(cuGraphInstantiateWithFlags, (void** executable, void* graph, unsigned long long flags))                    \

@@ -5,7 +5,8 @@
    every sequence decodes one token run as a graph, captured when the engine is opened, for the next larger of some
    numbers of sequences: the sequences that are not there have no tokens, and their rows are computed for nobody.
 
-   A step allocates nothing and is decided by its inputs alone. */
+   A step allocates nothing and is decided by its inputs alone, and by the tokens that the step before it has chosen, where
+   these name them. Two steps may have begun and not ended: what the host writes and reads of them lies apart. */
 #include "engine.hpp"
 #include "driver.hpp"
 
@@ -15,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LEAST_DRIVER = 13000, ALIGNMENT = 16, MOST_LAUNCHES = 4, FUNCTIONS = 128 };
+enum { LEAST_DRIVER = 13000, ALIGNMENT = 16, MOST_LAUNCHES = 4, FUNCTIONS = 128, STEPS = 2 };
 
 /* Where inputs of a step lie, from their beginning. */
 typedef struct {
@@ -26,6 +27,13 @@ typedef struct {
   char name[56];
   void* function;
 } Function;
+
+/* A step that has begun and not ended. */
+typedef struct {
+  char *inputs, *results; /* of the host, pinned */
+  void* event;            /* its end */
+  size_t result_bytes;
+} Begun;
 
 typedef struct {
   Driver driver;
@@ -41,8 +49,8 @@ typedef struct {
   int function_count;
   uint32_t many_blocks;
   DevicePointer arena;
-  char *inputs, *results; /* of the host, pinned */
-  size_t result_bytes;    /* of the step that runs */
+  Begun steps[STEPS]; /* take turns */
+  uint64_t begun, ended;
   int failure;
   char error[512];
 } Engine;
@@ -134,8 +142,11 @@ static int take_memory(Engine* e) {
   if (e->driver.cuMemAlloc_v2(&e->arena, s->arena_bytes))
     return e->arena = 0, fail(e, NO_MEMORY, "%.2f GB for the engine, where %.2f of %.2f GB are free",
                               (double)s->arena_bytes / 1e9, (double)available / 1e9, (double)total / 1e9);
-  CALL(cuMemHostAlloc, reinterpret_cast<void**>(&e->inputs), s->inputs_bytes, 0);
-  CALL(cuMemHostAlloc, reinterpret_cast<void**>(&e->results), s->result_bytes, 0);
+  for (int i = 0; i < STEPS; i++) {
+    CALL(cuMemHostAlloc, reinterpret_cast<void**>(&e->steps[i].inputs), s->inputs_bytes, 0);
+    CALL(cuMemHostAlloc, reinterpret_cast<void**>(&e->steps[i].results), s->result_bytes, 0);
+    CALL(cuEventCreate, &e->steps[i].event, NO_TIMING);
+  }
   for (int i = 0; i < s->piece_count; i++) {
     const Piece* piece = &e->pieces[i];
     CALL(cuMemsetD8Async, e->arena + piece->offset + piece->bytes, GUARD_BYTE, GUARD, e->stream);
@@ -230,6 +241,7 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
   switch (o->kind) {
     case GATHER:
       o->gather.ids = reinterpret_cast<const int64_t*>(inputs + at->ids), o->gather.M = step->M;
+      o->gather.chosen = reinterpret_cast<const int64_t*>(e->arena + e->settings.tokens);
       return tapeout_cuda_block_gather(&o->gather, launches);
     case NORM:
       o->norm.rows = o->wanted ? reinterpret_cast<const int64_t*>(inputs + at->rows) : nullptr;
@@ -339,8 +351,11 @@ extern "C" EXPORTED void tapeout_cuda_close(Engine* e) {
   if (e->has_context) d->cuCtxSetCurrent(e->context);
   for (int i = 0; e->graphs && i < e->settings.bucket_count; i++)
     if (e->graphs[i]) d->cuGraphExecDestroy(e->graphs[i]);
-  if (e->inputs) d->cuMemFreeHost(e->inputs);
-  if (e->results) d->cuMemFreeHost(e->results);
+  for (int i = 0; i < STEPS; i++) {
+    if (e->steps[i].inputs) d->cuMemFreeHost(e->steps[i].inputs);
+    if (e->steps[i].results) d->cuMemFreeHost(e->steps[i].results);
+    if (e->steps[i].event) d->cuEventDestroy_v2(e->steps[i].event);
+  }
   if (e->arena) d->cuMemFree_v2(e->arena);
   if (e->stream) d->cuStreamDestroy_v2(e->stream);
   if (e->module) d->cuModuleUnload(e->module);
@@ -368,12 +383,12 @@ extern "C" EXPORTED const char* tapeout_cuda_error(const Engine* e) {
 
 /* Inputs of a step as they are copied to the device. Sequences of a bucket that are not there have no tokens, and rows of
    results that are not there are of no token. */
-static void write_inputs(Engine* e, const StepInputs* step, const StepInputs* run, const Places* at) {
-  int64_t *ids = reinterpret_cast<int64_t*>(e->inputs + at->ids),
-          *rows = reinterpret_cast<int64_t*>(e->inputs + at->rows);
-  int32_t *offsets = reinterpret_cast<int32_t*>(e->inputs + at->offsets),
-          *starts = reinterpret_cast<int32_t*>(e->inputs + at->starts),
-          *table = reinterpret_cast<int32_t*>(e->inputs + at->table);
+static void write_inputs(const Engine* e, char* inputs, const StepInputs* step, const StepInputs* run,
+                         const Places* at) {
+  int64_t *ids = reinterpret_cast<int64_t*>(inputs + at->ids), *rows = reinterpret_cast<int64_t*>(inputs + at->rows);
+  int32_t *offsets = reinterpret_cast<int32_t*>(inputs + at->offsets),
+          *starts = reinterpret_cast<int32_t*>(inputs + at->starts),
+          *table = reinterpret_cast<int32_t*>(inputs + at->table);
   const size_t row = (size_t)e->settings.columns * sizeof *table;
   memcpy(ids, step->ids, (size_t)step->M * sizeof *ids);
   memcpy(rows, step->rows, (size_t)step->P * sizeof *rows);
@@ -394,16 +409,20 @@ extern "C" EXPORTED int tapeout_cuda_trace(Engine* e, const StepInputs* step, in
   const Places at = places_of(e, step->M, step->B, step->P);
   if (at.bytes > e->settings.inputs_bytes || count > e->settings.operation_count)
     return fail(e, WRONG_PLAN, "a trace of %d tokens and %d operations", step->M, count);
-  write_inputs(e, step, step, &at);
-  CALL(cuMemcpyHtoDAsync_v2, e->arena + e->settings.inputs, e->inputs, at.bytes, e->stream);
+  if (e->begun != e->ended) return fail(e, WRONG_PLAN, "a trace while a step runs");
+  write_inputs(e, e->steps[0].inputs, step, step, &at);
+  CALL(cuMemcpyHtoDAsync_v2, e->arena + e->settings.inputs, e->steps[0].inputs, at.bytes, e->stream);
   if (run_operations(e, step, true, count, outputs)) return e->failure;
   CALL(cuStreamSynchronize, e->stream);
   return e->on_host ? check_guards(e) : 0;
 }
 
-/* Begins a step; 0, or a Failure. Its inputs may be changed when this returns. */
+/* Begins a step, which runs behind the one before; 0, or a Failure: then it has not begun. Its inputs may be changed when
+   this returns. An id of -1 - i is the token of result i of the step that was begun before. */
 extern "C" EXPORTED int tapeout_cuda_begin(Engine* e, const StepInputs* step) {
   e->failure = 0;
+  if (e->begun - e->ended == STEPS) return fail(e, WRONG_PLAN, "more than %d steps at once", STEPS);
+  Begun* to = &e->steps[e->begun % STEPS];
   CALL(cuCtxSetCurrent, e->context);
   int graph = -1;
   for (int i = 0; step->bucket && i < e->settings.bucket_count; i++)
@@ -415,28 +434,32 @@ extern "C" EXPORTED int tapeout_cuda_begin(Engine* e, const StepInputs* step) {
   const Places at = places_of(e, run.M, run.B, run.P);
   if (at.bytes > e->settings.inputs_bytes)
     return fail(e, WRONG_PLAN, "inputs of %llu bytes", (unsigned long long)at.bytes);
-  write_inputs(e, step, &run, &at);
-  CALL(cuMemcpyHtoDAsync_v2, e->arena + e->settings.inputs, e->inputs, at.bytes, e->stream);
+  write_inputs(e, to->inputs, step, &run, &at);
+  CALL(cuMemcpyHtoDAsync_v2, e->arena + e->settings.inputs, to->inputs, at.bytes, e->stream);
   if (graph < 0) {
     if (run_operations(e, &run, true, e->settings.operation_count, nullptr)) return e->failure;
   } else {
     CALL(cuGraphLaunch, e->graphs[graph], e->stream);
   }
   const size_t each = step->logits ? (size_t)e->settings.vocabulary * sizeof(float) : sizeof(int64_t);
-  e->result_bytes = (size_t)step->P * each;
-  if (e->result_bytes > e->settings.result_bytes) return fail(e, WRONG_PLAN, "more results than there is room for");
-  if (e->result_bytes)
-    CALL(cuMemcpyDtoHAsync_v2, e->results, e->arena + (step->logits ? e->settings.logits : e->settings.tokens),
-         e->result_bytes, e->stream);
+  to->result_bytes = (size_t)step->P * each;
+  if (to->result_bytes > e->settings.result_bytes) return fail(e, WRONG_PLAN, "more results than there is room for");
+  if (to->result_bytes)
+    CALL(cuMemcpyDtoHAsync_v2, to->results, e->arena + (step->logits ? e->settings.logits : e->settings.tokens),
+         to->result_bytes, e->stream);
+  CALL(cuEventRecord, to->event, e->stream);
+  e->begun++;
   return 0;
 }
 
-/* Waits for the step that was begun; its results are copied to ``to``. */
+/* Waits for the step that was begun first of those that have not ended; its results are copied to ``to``. */
 extern "C" EXPORTED int tapeout_cuda_finish(Engine* e, void* to) {
+  if (e->begun == e->ended) return fail(e, WRONG_PLAN, "no step was begun");
+  const Begun* step = &e->steps[e->ended++ % STEPS];
   CALL(cuCtxSetCurrent, e->context);
-  CALL(cuStreamSynchronize, e->stream);
+  CALL(cuEventSynchronize, step->event);
   if (e->on_host && check_guards(e)) return e->failure;
-  memcpy(to, e->results, e->result_bytes);
+  memcpy(to, step->results, step->result_bytes);
   return 0;
 }
 

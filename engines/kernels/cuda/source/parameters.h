@@ -61,8 +61,9 @@ typedef struct {
 /* y = rows of a weight */
 typedef struct {
   Weight weight;
-  const int64_t* ids; /* [M]; one that is no row gives NaNs */
-  float* y;           /* [M, K] */
+  const int64_t* ids;    /* [M]; one that is no row gives NaNs */
+  const int64_t* chosen; /* of the step before: an id of -1 - i is chosen[i]. NULL: there is none */
+  float* y;              /* [M, K] */
   int32_t M;
 } BlockGather;
 

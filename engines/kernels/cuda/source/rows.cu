@@ -160,7 +160,8 @@ __device__ __forceinline__ void block_gather(const BlockGather& p) {
   const int at = (int)blockIdx.x * GATHER_THREADS + (int)threadIdx.x, chunk = at / 4, t = at % 4;
   const int chunks = parts_of(w.K, CHUNK);
   if (chunk >= chunks) return;
-  const int64_t id = p.ids[blockIdx.y];
+  int64_t id = p.ids[blockIdx.y];
+  if (id < 0 && p.chosen) id = p.chosen[-1 - id];
   const bool known = id >= 0 && id < w.N;
   const int row = known ? (int)id : 0, tile = row / TILE, g = row % 8, second = row / 8 % 2;
   Codes<BITS> codes;
