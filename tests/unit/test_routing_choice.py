@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import replace
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.gateway.routing.choice import NEAR, NEAR_SECONDS, EngineOption, Speed, ranked
+from runtime.gateway.routing.choice import NEAR, NEAR_SECONDS, SOLE_COPY, EngineOption, Speed, ranked
+from runtime.gateway.routing.prefixes import PrefixUses
 from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.block_keys import block_keys
 from runtime.wire.messages import (
@@ -59,10 +61,59 @@ def test_the_engine_that_has_the_prompt_is_first_until_its_backlog_outweighs_tha
         told.say(engine)
     best = told.router.choose(request(), ["a", "b", "c"])[0]
     assert (best.engine, best.tokens) == ("b", 1), "ten blocks are cached, and the last token is computed in any case"
-    told.say("b", IDLE._replace(backlog_tokens=15))
+    least = (1 + SOLE_COPY) * 40  # what the others compute, and what a second copy counts
+    told.say("b", IDLE._replace(backlog_tokens=int(least / NEAR) - 10))
     assert told.order(request())[0] == "b"
-    told.say("b", IDLE._replace(backlog_tokens=60))
+    told.say("b", IDLE._replace(backlog_tokens=int(NEAR * least) + 10))
     assert told.order(request())[-1] == "b"
+
+
+def test_what_two_engines_have_is_no_sole_copy() -> None:
+    """Planted: a prompt that stays where it is however many others have it."""
+    told = Told("a", "b", "c")
+    for engine in "ab":
+        told.say(engine, IDLE._replace(backlog_tokens=100), block_keys(PROMPT, BLOCK))
+    told.say("c")
+    assert told.order(request())[0] == "c"
+    told = Told("a", "b", "c")
+    told.say("a", IDLE._replace(backlog_tokens=100), block_keys(PROMPT, BLOCK))
+    told.say("b", IDLE._replace(backlog_tokens=100), block_keys(PROMPT, BLOCK)[:1])
+    told.say("c")
+    assert told.order(request())[0] == "a"
+
+
+def test_what_many_conversations_begin_with_is_soon_everywhere() -> None:
+    """Planted: uses that nobody counts, so that a system prompt draws all conversations to one engine, and a prefix
+    that counts as there where a conversation goes on.
+    """
+    told = Told("a", "b")
+    told.say("a", IDLE._replace(backlog_tokens=3), block_keys(PROMPT, BLOCK))
+    told.say("b")
+    talks = [request([*PROMPT[:40], 100 + number, *PROMPT]) for number in range(3)]
+    for talk in talks[:2]:
+        best = told.router.choose(talk, ["a", "b"])[0]
+        assert best.engine == "a"
+        told.router.sent(best)
+    told.say("a", IDLE._replace(backlog_tokens=90), received=2)
+    best = told.router.choose(talks[2], ["a", "b"])[0]
+    assert (best.engine, best.tokens) == ("b", len(talks[2].prompt)), "as often as there are engines"
+    shorter = told.router.choose(request(PROMPT[:37]), ["a", "b"])[0]
+    assert shorter.engine == "a", "this one goes on from another block"
+
+
+def test_uses_of_prefixes_are_bounded_and_the_latest() -> None:
+    uses, model = PrefixUses(most=3), OrderedDict[bytes, int]()
+    draw = Random(0)
+    for _ in range(300):
+        key = bytes([draw.randrange(6)]) * KEY_BYTES
+        uses.add(key + b"more")
+        model[key] = model.pop(key, 0) + 1
+        while len(model) > 3:
+            model.popitem(last=False)
+        assert [uses.of(bytes([number]) * KEY_BYTES) for number in range(6)] == [
+            model.get(bytes([number]) * KEY_BYTES, 0) for number in range(6)
+        ]
+        assert len(uses) <= 3
 
 
 def test_a_prefix_of_another_salt_and_a_scored_prompt_are_computed_everywhere() -> None:

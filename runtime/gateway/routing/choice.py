@@ -22,6 +22,10 @@ NEAR, NEAR_SECONDS = 1.3, 0.003
 # Of a fetch of blocks, whatever its size. More than the bound above: where engines are idle, the one that has a prompt
 # is not as good as one that must fetch it.
 FETCH_SECONDS = 0.005
+# How much sooner another engine's first token must be for a conversation to leave the only one that has its blocks, in
+# times that computing these takes: what is computed there twice others wait for, and its copy takes the memory of
+# blocks that others need (docs/negative-results.md has other numbers).
+SOLE_COPY = 8.0
 # Of a prompt token, where no engine has computed any yet: then all are alike, and only the number of tokens counts.
 UNKNOWN_SECONDS = 0.001
 
@@ -73,10 +77,11 @@ def step_seconds(load: EngineLoad) -> float:
 
 
 class EngineOption(NamedTuple):
-    """An engine that could take a request. ``seconds``: to the first token; ``tokens``: of the prompt to compute.
+    """An engine that could take a request. ``seconds``: to the first token, with what speaks against it otherwise;
+    ``tokens``: of the prompt to compute.
 
     ``requests``: that are there already. ``source``: the engine that it should fetch blocks of the prompt from first;
-    none if empty.
+    none if empty. ``known``: the key of the last block of the prompt that any engine has; empty if none has any.
     """
 
     engine: str
@@ -84,6 +89,7 @@ class EngineOption(NamedTuple):
     tokens: int
     requests: int = 0
     source: str = ""
+    known: bytes = b""
 
 
 _seconds = itemgetter(1)

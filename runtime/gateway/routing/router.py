@@ -6,8 +6,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.gateway.routing.choice import FETCH_SECONDS, UNKNOWN_SECONDS, EngineOption, Speed, ranked, step_seconds
+from runtime.gateway.routing.choice import (
+    FETCH_SECONDS,
+    SOLE_COPY,
+    UNKNOWN_SECONDS,
+    EngineOption,
+    Speed,
+    ranked,
+    step_seconds,
+)
 from runtime.gateway.routing.index import PrefixIndex
+from runtime.gateway.routing.prefixes import PrefixUses
 from runtime.wire.block_keys import block_keys
 from runtime.wire.messages import EngineLoad, GenerateRequest, StepReport
 
@@ -34,6 +43,7 @@ class FleetRouter:
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
+        self._uses = PrefixUses()
         self._engines: dict[str, _Engine] = {}
         self._unknown = UNKNOWN_SECONDS
         self._unmeasured: set[str] = set()  # engines that have computed no prompt yet
@@ -81,22 +91,30 @@ class FleetRouter:
         """
         prompt = [*request.prompt, *request.answered] if request.answered else request.prompt
         tokens = len(prompt)
-        cached, tie = self._cached(request, prompt, engines)
+        cached, keys, tie = self._cached(request, prompt, engines)
         sources = self._sources(cached, engines)
+        most, second = _two_most([cached.get(name, 0) for name in engines])
+        known = keys[most - 1] if keys and most else b""
+        # What one engine alone has of a conversation is not given up lightly; what many begin with is soon everywhere.
+        shared = bool(known) and self._uses.of(known) >= len(engines)
+        sole = 0 if shared else most - second
         options = list[EngineOption]()
         for name in engines:
-            engine, blocks = self._engines[name], cached.get(name, 0)
+            engine, blocks, source = self._engines[name], cached.get(name, 0), ""
             missing = tokens - blocks * engine.block_tokens
-            option = EngineOption(name, engine.speed.seconds(engine.tokens + missing), missing, engine.requests)
-            if engine.load.fetch_seconds and (source := sources.get(engine.kind)) and cached[source] > blocks:
-                fetched = cached[source] - blocks
-                missing -= fetched * engine.block_tokens
+            seconds = engine.speed.seconds(engine.tokens + missing)
+            extra = SOLE_COPY * sole * engine.block_tokens * engine.speed.token if blocks < most else 0.0
+            if engine.load.fetch_seconds and (having := sources.get(engine.kind)) and cached[having] > blocks:
+                fetched = cached[having] - blocks
+                left = missing - fetched * engine.block_tokens
                 # The other engine looks at what it is asked for between two steps.
-                fetch = FETCH_SECONDS + step_seconds(self._engines[source].load) + fetched * engine.load.fetch_seconds
-                seconds = fetch + engine.speed.seconds(engine.tokens + missing)
-                if seconds < option.seconds:
-                    option = EngineOption(name, seconds, missing, engine.requests, source)
-            options.append(option)
+                fetch = FETCH_SECONDS + step_seconds(self._engines[having].load) + fetched * engine.load.fetch_seconds
+                fetch += engine.speed.seconds(engine.tokens + left)
+                if fetch < seconds:
+                    source, missing, seconds, extra = having, left, fetch, 0.0
+            if shared and blocks < most:  # as if it had the prefix: many will find it there
+                seconds = engine.speed.seconds(engine.tokens + tokens - most * engine.block_tokens)
+            options.append(EngineOption(name, seconds + extra, missing, engine.requests, source, known))
         return ranked(options, session.encode("utf-8", "surrogatepass") or tie)
 
     def hand_over_pays(self, request: GenerateRequest, source: str, target: str) -> bool:
@@ -126,12 +144,14 @@ class FleetRouter:
         engine.sent += 1
         engine.unseen.append(option.tokens)
         self._count(engine)
+        if option.known:
+            self._uses.add(option.known)
 
     def _cached(
         self, request: GenerateRequest, prompt: Sequence[int], engines: Sequence[str]
-    ) -> tuple[dict[str, int], bytes]:
-        """Blocks of the prompt by engine, others than these among them, and the key of the first one; of a prompt
-        without any, the prompt itself.
+    ) -> tuple[dict[str, int], Sequence[bytes], bytes]:
+        """Blocks of the prompt by engine, others than these among them, the keys of all of them, and the first key; of
+        a prompt without any, the prompt itself. No keys where engines have blocks of several sizes.
         """
         cached, tie = dict[str, int](), b""
         sizes = {self._engines[name].block_tokens for name in engines}
@@ -141,9 +161,9 @@ class FleetRouter:
             if request.prompt_logprobs is None:  # else every token is computed
                 found = self.index.resumable(keys)
                 if len(sizes) == 1:
-                    return found, tie
+                    return found, keys, tie
                 cached |= {name: blocks for name, blocks in found.items() if self._engines[name].block_tokens == size}
-        return cached, tie
+        return cached, (), tie
 
     def _sources(self, cached: dict[str, int], engines: Sequence[str]) -> dict[str, str]:
         """That of these engines which has most of the prompt, by kind."""
@@ -158,3 +178,14 @@ class FleetRouter:
         engine.tokens = engine.load.backlog_tokens + sum(engine.unseen)
         engine.requests = engine.load.running + engine.load.waiting + len(engine.unseen)
         engine.speed = Speed.of(engine.load, len(engine.unseen), self._unknown)
+
+
+def _two_most(numbers: Sequence[int]) -> tuple[int, int]:
+    """The largest two; 0 for those that there are not."""
+    most = second = 0
+    for number in numbers:
+        if number > most:
+            most, second = number, most
+        elif number > second:
+            second = number
+    return most, second
