@@ -109,6 +109,10 @@ class ReferenceModel(Protocol):
         """
         ...
 
+    def visits(self) -> Mapping[str, Sequence[int]]:
+        """How many tokens of the last call of ``teacher_forced`` chose each expert, by the layer's down projection."""
+        ...
+
     def state_rounding(self, tokens: Sequence[int]) -> tuple[FloatArray, FloatArray] | None:
         """Logits with states of recurrences in float32, and as the model keeps them, activations in float; None where
         that is float32.

@@ -16,7 +16,7 @@ S  tokens of a document     V  vocabulary size     K  input channels     H, D  K
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +71,9 @@ class QuantizedReference:
         self.kv_scales = {name: torch.from_numpy(scale) for name, scale in stored.scales.items()}
         self.kv_dtype = stored.dtype
         self._states: dict[str, list[FloatArray]] = {}
+        self._mixtures = dict(_mixtures(self.model))
+        self._chosen: dict[str, list[int]] = {}
+        self._visits: dict[str, list[int]] = {}
         self._rounds_states, self._rounds_inputs = recurrent_state == "bfloat16", True
         for module, grid in linears:
             if grid.input_scale is not None or (fp8_activations if grid.by_token else int8_activations):
@@ -85,7 +88,8 @@ class QuantizedReference:
         return computed_by_token(self.model, _to_bfloat16) if self._rounds_states else nullcontext()
 
     def _logits(self, tokens: Sequence[int]) -> FloatArray:
-        rounded = experts_changed(self.model, self._round_inputs) if self._experts else nullcontext()
+        rounded = experts_changed(self.model, self._round_inputs) if self._mixtures else nullcontext()
+        self._chosen = {name: [0] * len(module.down_proj) for module, name in self._mixtures.items()}
         with torch.inference_mode(), state_changed(self.model, self._round_state), rounded:
             logits: Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits
         return logits[0].numpy()
@@ -132,6 +136,7 @@ class QuantizedReference:
         try:
             with self._states_kept(), state_left(self.model, self._keep):
                 logits = self._logits(tokens)
+            self._visits = self._chosen
         finally:
             for handle in handles:
                 handle.remove()
@@ -150,6 +155,12 @@ class QuantizedReference:
         """
         return self._states
 
+    def visits(self) -> dict[str, list[int]]:
+        """How many tokens of the last :meth:`teacher_forced` chose each expert, by the name of its layer's down
+        projection.
+        """
+        return self._visits
+
     def _keep(self, name: str, left: Tensor) -> None:
         self._states.setdefault(name, []).append(left[0].float().numpy().copy())
 
@@ -157,8 +168,10 @@ class QuantizedReference:
         return grid(inputs) if self._rounds_inputs else inputs
 
     def _round_inputs(
-        self, module: torch.nn.Module, number: int, _expert: int, inputs: Tensor, _weight: Tensor
+        self, module: torch.nn.Module, number: int, expert: int, inputs: Tensor, _weight: Tensor
     ) -> Tensor:
+        if number == UP_INPUT:
+            self._chosen[self._mixtures[module]][expert] += len(inputs)
         grid = self._experts.get((module, number))
         return inputs if grid is None else self._rounded_input(grid, inputs)
 
@@ -243,6 +256,12 @@ class InputGrid:
         if self.by_token:
             return round_by_token(inputs)
         return round_activations(inputs, self.group_size)
+
+
+def _mixtures(model: Any) -> Iterator[tuple[Any, str]]:
+    """Modules of experts, and the names of their down projections."""
+    names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    return ((module, names[id(module.down_proj)]) for module in model.modules() if calls_interface(module))
 
 
 def _stored_in_out(model: Any) -> set[str]:

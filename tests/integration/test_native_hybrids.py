@@ -1,4 +1,4 @@
-"""Models with recurrent state or experts whose linears are all of blocks run on our own operators, at every level."""
+"""Models with recurrent state, experts or latents run on our own operators, at every level, with linears of blocks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ RULES = (Rule(match="*", scheme=Scheme(bits=8, group_size=32, symmetric=True)),)
 FAMILIES = ("lfm2", "bamba", "granitemoehybrid-scans", "nemotron_h", "qwen3_5", "qwen3_next", "falcon_h1", "mamba2")
 # Each chooses its experts in another way.
 MIXTURES = ("afmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "olmoe", "qwen2_moe")
+# Keys of latents, of which a part turns and is shared by all heads.
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v3-dense", "glm4_moe_lite", "youtu")
 # Of the first layer, whose input nothing is added to, and norms that several operators read.
 SMALL = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 # Experts see the tokens of all sequences as rows; norms of all heads of a query take a linear apart.
@@ -32,7 +34,7 @@ HALF = ("qwen3_5", "mamba2")  # also with states in bfloat16
 
 @pytest.fixture(
     scope="module",
-    params=[*((name, "float32") for name in FAMILIES + MIXTURES), *((name, "bfloat16") for name in HALF)],
+    params=[*((name, "float32") for name in FAMILIES + MIXTURES + LATENT), *((name, "bfloat16") for name in HALF)],
 )
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     name, state = request.param
@@ -51,7 +53,7 @@ def engines(made: Made) -> Generator[tuple[Sequences, Sequences]]:
 
 def test_a_bundle_has_every_level(made: Made) -> None:
     counts = made.bundle.record.operator_counts
-    allowed = SMALL | (SHAPES if made.name in (*MIXTURES, "qwen3_next") else set())
+    allowed = SMALL | (SHAPES if made.name in (*MIXTURES, *LATENT, "qwen3_next") else set())
     assert all_native(counts) and {*counts} - OPERATORS.keys() <= allowed, counts
     assert [each.level for each in made.bundle.record.hardware] == [level.name for level in LEVELS]
 

@@ -79,7 +79,16 @@ IDLE = {
 }
 
 # Of layers that none of these families has.
-OTHER_LAYERS = {"transposes", "linear_parts", "recurrences", "recurrent_conv", "native_experts", "routers", "folded"}
+OTHER_LAYERS = {
+    "latent_keys",
+    "transposes",
+    "linear_parts",
+    "recurrences",
+    "recurrent_conv",
+    "native_experts",
+    "routers",
+    "folded",
+}
 
 # What a pass finds in models of this family, whatever the weights, unless our own operators are left out.
 FOUND = {"gemma2": {"folded", "gated_norms"}, "cohere2": {"gated_norms"}}  # sums of weights and 1, constant factors

@@ -51,6 +51,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
     matched = {report.name: report.matched for report in record.passes}
     assert matched == {
         "rotary_tables": 2 * LAYERS,
+        "latent_keys": 0,
         "folded": 0,
         "linears": 7 * LAYERS + 1,
         "merge_linears": 2 * LAYERS,

@@ -331,6 +331,26 @@ def without(*names: str) -> Evidence:
     return replace(evidence, reports={name: r for name, r in evidence.reports.items() if name not in names})
 
 
+EXPERTS = "layers.3.mlp.experts.down_proj"
+
+
+def of_experts(visits: Sequence[tuple[int, ...]]) -> Evidence:
+    """Evidence of a mixture of four experts, two for each token. ``visits``: on each parity document, in turns."""
+    items = tuple(
+        item.model_copy(
+            update={"errors": item.errors | {EXPERTS: 0.0}, "visits": {EXPERTS: visits[number % len(visits)]}}
+        )
+        for number, item in enumerate(parity_items())
+    )
+    evidence = make(parity=items)
+    found = evidence.reports["parity"]
+    record = found.record.model_copy(update={"experts": {EXPERTS: 4}})
+    return with_reports(evidence, parity=replace(found, record=record))
+
+
+ALL_EXPERTS = of_experts([(200, 150, 50, 0), (0, 0, 200, 200)])
+
+
 # outcomes
 
 
@@ -421,6 +441,8 @@ BOUNDARIES: list[tuple[str, Evidence, Outcome]] = [
     ("document_kl", make(texts=text_items(kl=0.1)), Outcome.FAIL),
     ("prompt_kl", make(shadow=shadow_items(kl=0.22)), Outcome.PASS),
     ("prompt_kl", make(shadow=shadow_items(kl=0.24)), Outcome.FAIL),
+    ("parity_experts", ALL_EXPERTS, Outcome.PASS),
+    ("parity_experts", of_experts([(200, 200, 0, 0), (100, 200, 100, 0)]), Outcome.FAIL),  # three of four
     ("parity_kl", make(parity=parity_items(kl=4e-4)), Outcome.PASS),
     ("parity_kl", make(parity=parity_items(kl=2e-3)), Outcome.FAIL),
     ("parity_top_token", make(parity=parity_items(agree=1.0)), Outcome.PASS),
@@ -625,9 +647,9 @@ def test_slices_and_facts_inform_without_deciding():
 # refusals
 
 
-def with_item(kind: str, **changes: Any) -> Evidence:
+def with_item(kind: str, evidence: Evidence | None = None, **changes: Any) -> Evidence:
     """Sound evidence, but for one changed item of a kind."""
-    evidence = make()
+    evidence = evidence or make()
     first, *others = evidence.reports[kind].items
     items = (first.model_copy(update=changes), *others)
     return with_reports(evidence, **{kind: replace(evidence.reports[kind], items=items)})
@@ -752,6 +774,19 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
     "no long text": (with_report("text", max_tokens=512), "EvalReport scores 0 positions of a long document, of 512"),
     "short parity": (with_report("parity", max_tokens=201), "ParityReport reaches 200 positions, of 201"),
     "other linears": (with_item("parity", errors={"one": 0.0}), "compares other linears on some documents"),
+    "a text without visits": (with_item("parity", ALL_EXPERTS, visits={}), "does not count the visits of every expert"),
+    "fewer experts": (
+        with_item("parity", ALL_EXPERTS, visits={EXPERTS: (200, 200, 0)}),
+        "does not count the visits of every expert",
+    ),
+    "experts without outputs": (
+        with_report("parity", make(parity=parity_items()), experts={EXPERTS: 4}),
+        "names experts whose outputs it does not compare",
+    ),
+    "a token too many": (
+        with_item("parity", ALL_EXPERTS, visits={EXPERTS: (200, 200, 1, 0)}),
+        "have experts that more or fewer tokens chose than there are",
+    ),
     "no errors": (with_item("parity", errors={}), "parity items have no finite error"),
     "few rows": (with_report("parity", vocabulary=11), "compares 10 rows of the embedding, of 11 tokens"),
     "NaN rows": (

@@ -57,6 +57,9 @@ class TwoLayers:
     def states(self) -> dict[str, list[FloatArray]]:
         return {}
 
+    def visits(self) -> dict[str, list[int]]:
+        return {}
+
     def state_rounding(self, tokens: Sequence[int]) -> None:
         return None
 

@@ -4,16 +4,19 @@
     x · cos + (-second half of x, first half of x) · sin    ->   the same
     (first · cos - second · sin, second · cos + first · sin)  ->   the same, of the halves of x
     x · cos + (-odd channels, even channels, in turns) · sin  ->   the same, interleaved
+    pairs (even · cos - odd · sin, odd · cos + even · sin)  ->   the same, interleaved
 
 The subgraph is evaluated once for every position, so any RoPE scaling (linear, llama3, yarn) is kept exactly, with no
 code for any of them. It must give a position the same values alone as among all others: angles that depend on the
 largest position of a call, say, have no table. The exporter leaves the sum where it does not know how angles are made,
 such as those of Qwen3.5, whose frequencies are put together from three kinds of positions, and where a model turns the
-halves one by one, as gpt-oss does, or pairs neighbours, as Cohere's, GLM-4's and ERNIE 4.5's do.
+halves one by one, as gpt-oss does, or pairs neighbours, as Cohere's, GLM-4's and ERNIE 4.5's do. DeepSeek-V2 turns
+pairs as complex numbers; DeepSeek-V3 takes even and odd channels as halves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +63,7 @@ class _Rotary:
 
 def run(lowering: Lowering) -> PassResult:
     model = lowering.model
-    found = [rotary for node in model.graph if (rotary := _node(node) or _sum(node) or _halves(node))]
+    found = [rotary for node in model.graph if (rotary := _node(node) or _sum(node) or _halves(node) or _pairs(node))]
     tables: dict[tuple[int, int, bool, bool], Tables] = {}
     declined: list[str] = []
     matched = 0
@@ -140,23 +143,55 @@ def _sum(node: ir.Node) -> _Rotary | None:
 
 
 def _halves(node: ir.Node) -> _Rotary | None:
-    """``(first · cos - second · sin, second · cos + first · sin)`` of ``x``'s halves; angles ``[B, S, R/2]``."""
+    """``(first · cos - second · sin, second · cos + first · sin)`` of ``x``'s halves; angles ``[B, S, R/2]``.
+
+    Where the halves are no parts of one value in this order, they are joined.
+    """
     if node.op_type != "Concat" or len(node.inputs) != 2 or attribute(node, "axis", 0) not in (-1, 3):
         return None
-    less, more = producer_of(node.inputs[0], "Sub"), producer_of(node.inputs[1], "Add")
-    products = [producer_of(value, "Mul") for end in (less, more) for value in (end.inputs if end is not None else ())]
-    if len(products) != 4 or any(product is None for product in products):
+    for first, second, cos, sin in _crossed(*node.inputs):
+        x, angles = _of_halves(first, second), [_of_tokens(value) for value in (cos, sin)]
+        if len(first.shape or ()) == 4 and angles[0] is not None and angles[1] is not None:
+            return _Rotary(node, x or _joined(node, first, second), angles[0], angles[1], written=True)
+    return None
+
+
+def _pairs(node: ir.Node) -> _Rotary | None:
+    """The same of every first and every second channel, each pair of which is put together again."""
+    joined = producer_of(node.inputs[0], "Concat") if node.op_type == "Reshape" else None
+    if joined is None or len(joined.inputs) != 2 or attribute(joined, "axis", 0) not in (-1, 4):
         return None
+    for first, second, cos, sin in _crossed(*(_apart(part) for part in joined.inputs)):
+        x, angles = _of_pairs_in(first, second), [_of_tokens(value) for value in (cos, sin)]
+        if x is not None and x.shape == node.outputs[0].shape and angles[0] is not None and angles[1] is not None:
+            return _Rotary(node, x, angles[0], angles[1], written=True, interleaved=True)
+    return None
+
+
+def _crossed(
+    less: ir.Value | None, more: ir.Value | None
+) -> Iterator[tuple[ir.Value, ir.Value, ir.Value | None, ir.Value | None]]:
+    """``first``, ``second``, ``cos``, ``sin`` of ``first · cos - second · sin`` and ``second · cos + first · sin``."""
+    ends = producer_of(less, "Sub"), producer_of(more, "Add")
+    products = [producer_of(value, "Mul") for end in ends for value in (end.inputs if end is not None else ())]
+    if len(products) != 4 or any(product is None for product in products):
+        return
     factors = [list(product.inputs) for product in products if product is not None]
     for first, cos in (factors[0], factors[0][::-1]):
         for second, sin in (factors[1], factors[1][::-1]):
             for turned in (factors[2:], factors[:1:-1]):  # second · cos, first · sin in either order
-                if not _same(turned[0], (second, cos)) or not _same(turned[1], (first, sin)):
-                    continue
-                x, angles = _of_halves(first, second), [_of_tokens(value) for value in (cos, sin)]
-                if x is not None and len(x.shape or ()) == 4 and angles[0] is not None and angles[1] is not None:
-                    return _Rotary(node, x, angles[0], angles[1], written=True)
-    return None
+                crossed = _same(turned[0], (second, cos)) and _same(turned[1], (first, sin))
+                if crossed and first is not None and second is not None:
+                    yield first, second, cos, sin
+
+
+def _joined(node: ir.Node, first: ir.Value, second: ir.Value) -> ir.Value:
+    joined = ir.node("Concat", [first, second], attributes={"axis": -1})
+    joined.outputs[0].name = f"{node.outputs[0].name}.halves"
+    joined.outputs[0].type, joined.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+    assert node.graph is not None
+    node.graph.insert_before(node, joined)
+    return joined.outputs[0]
 
 
 def _same(factors: list[ir.Value | None], wanted: tuple[ir.Value | None, ir.Value | None]) -> bool:
@@ -169,6 +204,18 @@ def _of_halves(first: ir.Value | None, second: ir.Value | None) -> ir.Value | No
     if split is None or list(split.outputs) != [first, second] or attribute(split, "axis", 0) not in (-1, 3):
         return None
     return split.inputs[0] if dimension(first, -1) == dimension(second, -1) else None
+
+
+def _of_pairs_in(first: ir.Value | None, second: ir.Value | None) -> ir.Value | None:
+    """What these are every first and every second channel of, by way of ``[.., R/2, 2]``."""
+    squeezed = producer_of(first, "Squeeze"), producer_of(second, "Squeeze")
+    slices = [producer_of(node.inputs[0], "Slice") if node is not None else None for node in squeezed]
+    if slices[0] is None or slices[1] is None or slices[0].inputs[0] is not slices[1].inputs[0]:
+        return None
+    apart = producer_of(slices[0].inputs[0], "Reshape")
+    if apart is None or [last_axis_slice(each) for each in slices if each is not None] != [(0, 1), (1, 2)]:
+        return None
+    return apart.inputs[0] if dimension(apart.outputs[0], -1) == 2 else None
 
 
 def _half_turned(value: ir.Value | None) -> ir.Value | None:

@@ -74,6 +74,7 @@ class OrtCpu(GraphTarget):
             embedding,
             gated_norms,
             greedy_head,
+            latent_keys,
             linear_inputs,
             linear_kernels,
             linear_parts,
@@ -91,6 +92,7 @@ class OrtCpu(GraphTarget):
         return Passes(
             (
                 rotary_tables,
+                latent_keys,
                 folded,
                 linears,
                 merge_linears,

@@ -12,7 +12,7 @@ from pydantic import Field
 from evals.check import Check, Findings, Outcome
 from evals.kind import DocumentBounds, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.kinds.text import HeldOutSettings
-from evals.limits import at_most
+from evals.limits import at_least, at_most
 from evals.rules import Rule, broken, copies, counted, differing, mean_above_largest, same_numbers, short, token_rules
 from tapeout.artifact import Frozen, ParentTypes
 from tapeout.recipe import BaseRecipe, Count, Section
@@ -28,7 +28,8 @@ class ParityItem(Frozen):
     each of those linears, relative, over the document. ``position_error``: the largest one at any one position, of
     ``position_linear``. ``state_errors``: of the recurrent state that the document leaves, relative. ``free_*`` are of
     both running freely; None where that was not measured. ``state_kl_sum``: of the quantized model with states in
-    float32 and in bfloat16, activations in float; None where states are in float32.
+    float32 and in bfloat16, activations in float; None where states are in float32. ``visits``: of each layer with
+    experts, by its down projection, how many tokens chose each expert.
     """
 
     doc_hash: str
@@ -41,6 +42,7 @@ class ParityItem(Frozen):
     position_linear: str
     state_errors: dict[str, float] = Field(default_factory=dict[str, float])
     state_kl_sum: float | None = None
+    visits: dict[str, tuple[int, ...]] = Field(default_factory=dict[str, tuple[int, ...]])
     free_kl_sum: float | None = None
     free_agree: int | None = None
 
@@ -71,7 +73,7 @@ class TableError(Frozen):
 class ParityReport(EvidenceRecord):
     artifact_type: ClassVar[str] = "ParityReport"
     remedy: ClassVar[str] = "run `dvc repro parity`"
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
     parent_types: ClassVar[ParentTypes] = {"candidate": ("EngineBundle",), "quantized": ("QuantizedModel",)}
 
     candidate: str
@@ -81,6 +83,7 @@ class ParityReport(EvidenceRecord):
     max_tokens: int  # of the candidate
     states: tuple[str, ...] = ()  # recurrent state of the candidate, LAYER.TENSOR
     half_states: tuple[str, ...] = ()  # of these, the ones in bfloat16
+    experts: dict[str, int] = Field(default_factory=dict[str, int])  # of each layer with experts, as ``visits``
     embedding: TableError
     head: TableError  # by the logits of all documents
 
@@ -101,6 +104,8 @@ class ParityBounds(DocumentBounds):
     max_parity_half_state_error: float = Field(default=0.03, gt=0, le=0.1)
     max_parity_state_kl: float = Field(default=0.002, gt=0, le=0.1)  # that bfloat16 costs, mean over any one document
     max_parity_document_kl: float = Field(default=0.01, gt=0, le=0.5)  # mean over any one document
+    # Share of the experts of any one layer that some token chose: what is wrong with others does not show in logits.
+    min_parity_experts: float = Field(default=0.9, ge=0.5, le=1)
 
 
 class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
@@ -160,6 +165,7 @@ class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
                     "tables",
                 ),
                 *_state_checks(report, bounds),
+                *_expert_checks(report, bounds),
                 at_most(
                     "parity_document_kl",
                     "mean KL of the worst document, engine against quantized model, nats",
@@ -188,6 +194,13 @@ RULES: tuple[Rule[ParityItem], ...] = (
             or not 0 <= (i.state_kl_sum or 0) < math.inf
         ),
     ),
+    (
+        "have experts that more or fewer tokens chose than there are",
+        lambda i: any(
+            min(visits, default=0) < 0 or max(visits, default=0) > i.tokens or not sum(visits) or sum(visits) % i.tokens
+            for visits in i.visits.values()
+        ),
+    ),
 )
 
 
@@ -211,6 +224,10 @@ def _incomplete(report: Report[ParityReport, ParityItem]) -> list[str]:
         problems.append("ParityReport names states in bfloat16 that are none of its states")
     if any((item.state_kl_sum is None) == bool(record.half_states) for item in items):
         problems.append("ParityReport does not measure on every document what states in bfloat16 cost")
+    if any({n: len(found) for n, found in item.visits.items()} != record.experts for item in items):
+        problems.append("ParityReport does not count the visits of every expert on every document")
+    if not record.experts.keys() <= {name for item in items for name in item.errors}:
+        problems.append("ParityReport names experts whose outputs it does not compare")
     if len({frozenset(item.errors) for item in items}) > 1:
         problems.append("ParityReport compares other linears on some documents than on others")
     return problems
@@ -243,6 +260,16 @@ def _state_checks(report: Report[ParityReport, ParityItem], bounds: ParityBounds
     return checks + (
         [at_most("parity_state_kl", title, costs, bounds.max_parity_state_kl, "documents")] if half else []
     )
+
+
+def _expert_checks(report: Report[ParityReport, ParityItem], bounds: ParityBounds) -> list[Check]:
+    """None for a model without experts."""
+    reached = {
+        name: sum(any(item.visits[name][expert] for item in report.items) for expert in range(count)) / count
+        for name, count in report.record.experts.items()
+    }
+    title = "share of the experts of one layer that the documents of parity reach"
+    return [at_least("parity_experts", title, reached, bounds.min_parity_experts, "layers")] if reached else []
 
 
 def _worst(items: Sequence[ParityItem], condition: Condition) -> Check:

@@ -87,6 +87,7 @@ def parity(
         max_tokens=max_tokens,
         states=tuple(items[0].state_errors),
         half_states=half_states(state),
+        experts={name: len(visits) for name, visits in items[0].visits.items()},
         embedding=embedding,
         head=rows.error(),
         executed_on=executed_on,
@@ -163,6 +164,7 @@ def _compare_document(
     teacher_forced, errors = reference.teacher_forced(
         tokens, {name: value for name, value in outputs.items() if name != head}
     )
+    visits = {name: tuple(found) for name, found in reference.visits().items()}
     del outputs
     _require_comparable(actual, teacher_forced, len(tokens))
     _require_errors(errors)
@@ -185,6 +187,7 @@ def _compare_document(
         errors={name: whole for name, (whole, _) in errors.items()},
         state_errors=_state_errors(probe.states(), reference.states()),
         state_kl_sum=_state_kl(reference, tokens),
+        visits=visits,
         position_error=errors[position][1],
         position_linear=position,
     )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 
 from engines.passes.graph import rotary_tables
 from tests.lowering import apply, lowering, model_of, named, op, operators, parameter, run, value
@@ -246,3 +247,65 @@ def test_angles_that_depend_on_the_largest_position_of_a_call_stay() -> None:
     outcome = apply(lowering(model, max_tokens=16), rotary_tables)
     assert outcome.matched == 0
     assert outcome.declined == ("RotaryEmbedding y: its angles depend on more than positions; computed in every step",)
+
+
+def apart(x: ir.Value, as_pairs: bool) -> list[ir.Value]:
+    """The even and the odd channels of x, by steps of two or as ``[.., R/2, 2]``."""
+    if not as_pairs:
+        ends = [parameter(f"{x.name}.{name}", np.array([n])) for name, n in (("end", 8), ("axis", 3), ("step", 2))]
+        firsts = [parameter(f"{x.name}.first{first}", np.array([first])) for first in (0, 1)]
+        return [op("Slice", [x, first, *ends], [*HEADS[:3], 4]) for first in firsts]
+    view = op("Reshape", [x, parameter(f"{x.name}.pairs", np.array([0, 0, 0, 4, 2]))], [*HEADS[:3], 4, 2])
+    axis = parameter(f"{x.name}.axis", np.array([4]))
+    cuts = [parameter(f"{x.name}.cut{cut}", np.array([cut])) for cut in (0, 1, 2)]
+    slices = [op("Slice", [view, *cuts[n : n + 2], axis], [*HEADS[:3], 4, 1]) for n in (0, 1)]
+    return [op("Squeeze", [each, axis], [*HEADS[:3], 4]) for each in slices]
+
+
+def complex_product(x: ir.Value, cos: ir.Value, sin: ir.Value, as_pairs: bool) -> ir.Value:
+    """Pairs of neighbours turned: as pairs (DeepSeek-V2), or first the real parts of all (DeepSeek-V3)."""
+    even, odd = apart(x, as_pairs)
+    products = [op("Mul", [a, b], even.shape) for a, b in ((even, cos), (odd, sin), (odd, cos), (even, sin))]
+    parts = [op("Sub", products[:2], even.shape), op("Add", products[2:], even.shape)]
+    if not as_pairs:
+        return op("Concat", parts, HEADS, axis=-1)
+    axis = parameter(f"{x.name}.last", np.array([-1]))
+    columns = [op("Unsqueeze", [part, axis], [*HEADS[:3], 4, 1]) for part in parts]
+    stacked = op("Concat", columns, [*HEADS[:3], 4, 2], axis=-1)
+    return op("Reshape", [stacked, parameter(f"{x.name}.flat", np.array([0, 0, 0, 8]))], HEADS)
+
+
+@pytest.mark.parametrize("as_pairs", [False, True])
+def test_complex_products_are_rotary_embeddings(as_pairs: bool) -> None:
+    q, k = value("q", HEADS), value("k", HEADS)
+    positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    angle = angles(positions, parameter("frequencies", FREQUENCIES))
+    heads = parameter("heads", np.array([1]))
+    cos, sin = (
+        op("Unsqueeze", [op(f, [angle], angle.shape), heads], ["batch", 1, "tokens", 4]) for f in ("Cos", "Sin")
+    )
+    turned = [named(name, complex_product(x, cos, sin, as_pairs)) for name, x in (("y", q), ("z", k))]
+    model = model_of([q, k, positions], turned)
+    before = run(model, FEEDS)
+    outcome = apply(lowering(model, max_tokens=16), rotary_tables)
+    assert (outcome.matched, outcome.declined) == (2, ())
+    moves = {"Slice", "Concat"} if not as_pairs else set()
+    assert {*operators(model)} == {"RotaryEmbedding"} | moves
+    after = run(model, FEEDS)
+    for name, wanted in before.items():
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_with_the_conjugate_is_none() -> None:
+    """Turned the other way, which no table of these angles does."""
+    x, positions = value("q", HEADS), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    angle = angles(positions, parameter("frequencies", FREQUENCIES))
+    heads = parameter("heads", np.array([1]))
+    cos, sin = (
+        op("Unsqueeze", [op(f, [angle], angle.shape), heads], ["batch", 1, "tokens", 4]) for f in ("Cos", "Sin")
+    )
+    even, odd = apart(x, False)
+    products = [op("Mul", [a, b], even.shape) for a, b in ((even, cos), (odd, sin), (odd, cos), (even, sin))]
+    parts = [op("Add", products[:2], even.shape), op("Sub", products[2:], even.shape)]
+    model = model_of([x, positions], [named("y", op("Concat", parts, HEADS, axis=-1))])
+    assert apply(lowering(model, max_tokens=16), rotary_tables).matched == 0

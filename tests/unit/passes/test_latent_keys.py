@@ -1,0 +1,107 @@
+"""Keys that are put together from a latent and from a part that all heads share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from engines.kernels.cpu.kernel_set import CpuKernels
+from engines.passes.base import Lowering, PassResult
+from engines.passes.graph import rotary_tables
+from engines.passes.onnxruntime import latent_keys
+from tapeout.operators.attention import is_attention
+from tests.exported import build_float, family_graph
+from tests.families import LAYERS, random_model
+from tests.family_engines import largest_errors
+from tests.lowering import FixedWeights
+
+FAMILY = "deepseek_v3-dense"
+SIZES = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32}
+
+
+def lowered(name: str, change: Callable[[ir.Node], None] = lambda _: None) -> tuple[ir.Model, PassResult]:
+    """A family's graph after the pass. ``change``: of each attention before it."""
+    graph = family_graph(name)
+    found = Lowering(
+        ir.load(graph.folder / "model.onnx"), graph.record, FixedWeights({}), graph.record.max_positions, CpuKernels()
+    )
+    rotary_tables.run(found)
+    for node in [node for node in found.model.graph if is_attention(node)]:
+        change(node)
+    return found.model, latent_keys.run(found)
+
+
+@pytest.mark.parametrize("name", [FAMILY, "deepseek_v2", "minicpm3", "youtu"])
+def test_each_linear_is_split_once_and_keys_are_joined_once(name: str) -> None:
+    model, outcome = lowered(name)
+    assert (outcome.matched, outcome.declined) == (LAYERS, ())
+    for node in [node for node in model.graph if is_attention(node)]:
+        query, key, value = (each.producer() for each in node.inputs[:3] if each is not None)
+        assert query is not None and key is not None and value is not None
+        assert [query.op_type, key.op_type, value.op_type] == ["Concat", "Concat", "Transpose"]
+        turned = key.inputs[0].producer() if key.inputs[0] is not None else None
+        assert turned is not None and turned.op_type == "RotaryEmbedding"
+        sources = {part.producer() for part in joined(turned).inputs if part is not None}
+        assert [source.op_type for source in sources if source is not None] == ["Split"] * 2
+    assert not {"ScatterND", "Expand"} & {node.op_type for node in model.graph}
+
+
+def joined(node: ir.Node) -> ir.Node:
+    """The Concat behind a rotary embedding of keys."""
+    while node.op_type != "Concat":
+        value = node.inputs[0]
+        producer = value.producer() if value is not None else None
+        assert producer is not None
+        node = producer
+    return node
+
+
+@pytest.mark.parametrize("name", [FAMILY, "deepseek_v2"])
+@pytest.mark.parametrize("rank", [0, 24])
+def test_an_engine_computes_what_transformers_computes(name: str, rank: int, tmp_path: Path) -> None:
+    """Without a latent of queries, as in DeepSeek-V2-Lite, and with one; most channels are not turned."""
+    settings = {**SIZES, "q_lora_rank": rank or None}
+    graph = family_graph(name, **settings)  # type: ignore[arg-type]
+    errors = largest_errors(build_float(graph, tmp_path / "bundle", 4), random_model(name, **settings), name)
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_keys_that_are_changed_after_they_are_put_together_stay() -> None:
+    def negate(node: ir.Node) -> None:
+        key = node.inputs[1]
+        assert key is not None and node.graph is not None
+        changed = ir.node("Neg", [key])
+        changed.outputs[0].type, changed.outputs[0].shape = key.type, key.shape
+        node.graph.insert_before(node, changed)
+        node.replace_input_with(1, changed.outputs[0])
+
+    assert lowered(FAMILY, negate)[1].matched == 0
+
+
+def test_values_that_are_moved_to_other_tokens_stay() -> None:
+    def exchange(node: ir.Node) -> None:
+        value = node.inputs[2]
+        assert value is not None and node.graph is not None
+        changed = ir.node("Transpose", [value], attributes={"perm": [2, 1, 0, 3]})
+        changed.outputs[0].type, changed.outputs[0].shape = value.type, value.shape
+        node.graph.insert_before(node, changed)
+        node.replace_input_with(2, changed.outputs[0])
+
+    _, outcome = lowered(FAMILY, exchange)
+    assert outcome.matched == 0 and all("not copied from linears alone" in reason for reason in outcome.declined)
+
+
+def test_queries_that_are_turned_by_other_angles_stay() -> None:
+    def other(node: ir.Node) -> None:
+        rotary = next(iter(latent_keys.rotaries(node.inputs[0])))
+        rotary.replace_input_with(1, rotary.inputs[2])
+
+    _, outcome = lowered(FAMILY, other)
+    assert outcome.matched == 0 and all("turned in different ways" in reason for reason in outcome.declined)
+
+
+def test_keys_of_one_linear_are_none_of_these() -> None:
+    assert lowered("llama")[1] == PassResult(0, ("no keys are put together from parts",))
