@@ -187,11 +187,12 @@ def load_record(folder: Path, record_type: type[R]) -> Artifact[R]:
             remedy=record_type.remedy,
         )
     if (written := body["schema_version"]) != record_type.schema_version:
-        age = "a newer" if isinstance(written, int) and written > record_type.schema_version else "an older"
+        newer = isinstance(written, int) and written > record_type.schema_version
+        age = "a newer" if newer else "an older"
         raise ArtifactError(
             f"{folder} was written as {record_type.artifact_type} schema {written}, by {age} version of Tapeout",
             expected=f"schema {record_type.schema_version}, which this version writes",
-            remedy=record_type.remedy,
+            remedy="update Tapeout: `pip install --upgrade tapeout`" if newer else record_type.remedy,
         )
     header = _header(folder, body, record_type.remedy)
     try:

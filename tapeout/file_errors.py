@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import Any, get_args
+
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tapeout.errors import one_line
@@ -11,8 +14,10 @@ from tapeout.errors import one_line
 MOST_PROBLEMS = 5
 
 
-def file_problem(error: Exception) -> str:
+def file_problem(error: Exception, model: type[BaseModel] | None = None) -> str:
     """One line of an error that reading a YAML or JSON file has raised: where the problem is, and which.
+
+    ``model``: what the file was to be; then an unknown key comes with the known one that is most like it.
 
     >>> file_problem(FileNotFoundError(2, "No such file or directory", "fleet.yaml"))
     'No such file or directory'
@@ -21,7 +26,7 @@ def file_problem(error: Exception) -> str:
     """
     match error:
         case ValidationError():
-            problems = [_problem(problem) for problem in error.errors(include_url=False)]
+            problems = [_problem(problem, model) for problem in error.errors(include_url=False)]
             more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
             return "; ".join(problems[:MOST_PROBLEMS] + more)
         case yaml.MarkedYAMLError() if error.problem_mark is not None:
@@ -34,11 +39,15 @@ def file_problem(error: Exception) -> str:
             return one_line(error, 300)
 
 
-def _problem(problem: ErrorDetails) -> str:
+def _problem(problem: ErrorDetails, model: type[BaseModel] | None) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     match problem["type"]:
         case "extra_forbidden":
-            return f"unknown key `{where}`"
+            *outer, key = problem["loc"]
+            known = [] if model is None else sorted(_keys(model, outer))
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            others = f" (known: {', '.join(known)})" if known else ""
+            return f"unknown key `{where}`" + (f": did you mean `{near[0]}`?" if near else others)
         case "missing":
             return f"`{where}` is missing"
         case "value_error":  # raised by a check of ours, which says itself what was found
@@ -47,3 +56,19 @@ def _problem(problem: ErrorDetails) -> str:
             text = f"{problem['msg']}, not {one_line(ValueError(repr(problem['input'])), 60)}"
             text = text[:1].lower() + text[1:]
     return f"`{where}`: {text}" if where else text
+
+
+def _keys(model: type[BaseModel], outer: list[int | str]) -> set[str]:
+    """Names of the fields of what ``outer`` leads to. What is no field, such as a place in a list, is passed over."""
+    found = [model]
+    for name in outer:
+        fields = [one.model_fields[str(name)] for one in found if str(name) in one.model_fields]
+        found = [inner for field in fields for inner in _models(field.annotation)] or found
+    return {key for one in found for key in one.model_fields}
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models in a type such as ``tuple[Model, ...] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models(inner)]

@@ -16,7 +16,7 @@ from tests.faulty_engine import Faulty, open_faulty
 
 
 def main() -> None:
-    _, bundle, _, address, _, key_file = sys.argv[1:]
+    _, bundle, _, address, _, key_file, *_ = sys.argv[1:]
     key = read_key(Path(key_file))
     listener = Address.parse(address).listen(key)
     if bundle == "broken":

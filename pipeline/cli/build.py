@@ -92,6 +92,8 @@ def build(request: BuildRequest, name: str, capabilities: Sequence[str], console
                 refused.append(error)
     if built:
         console.print(bundle_table(built))
+        for item in built:  # whole, so that it can be copied: a cell of the table would fold it
+            console.print(f"{item.bundle.folder.name}: {item.bundle.folder}", markup=False, soft_wrap=True)
     if refused:
         raise refused[0]
 
@@ -159,7 +161,7 @@ def bundle_table(built: Sequence[Built]) -> Table:
         assert compiled is not None
         native = {n: compiled.network.get(n, 0) for n in ("ATTENTION_INPUT", "KV_CACHE_UPDATE", "ROTARY_EMBEDDING")}
         table.add_row(
-            str(item.bundle.folder),
+            escape(item.bundle.folder.name),
             f"{compiled.engine_bytes / 1e6:.0f}",
             f"{item.seconds:.0f}",
             str(sum(compiled.network.values())),

@@ -7,6 +7,7 @@ import logging
 import signal
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from runtime.fleet.control import RayFleet, read_plan, require_startable
@@ -15,12 +16,23 @@ from runtime.fleet.local import LocalFleet
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["RayFleet", "run_here", "show_progress", "shown"]
+__all__ = ["RayFleet", "bring_up", "run_here", "show_progress", "shown"]
 
 
 def show_progress() -> None:
     """On the standard error, while a command takes long."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+
+def bring_up(path: Path) -> dict[str, Any]:
+    """Its status. SIGTERM before that, such as at a timeout of systemd or CI, takes down what was started."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # what was started is taken down once, to its end
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    return RayFleet(path).up()
 
 
 def run_here(path: Path) -> None:
@@ -45,7 +57,7 @@ def shown(status: dict[str, Any]) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("", "address", "machine", "state", "running", "waiting", "opened in"):
+    for column in ("", "address", "machine", "pool", "state", "running", "waiting", "opened in"):
         table.add_column(column)
     for kind in ("gateways", "engines"):
         for one in status[kind]:
@@ -54,11 +66,17 @@ def shown(status: dict[str, Any]) -> RenderableType:
                 kind[:-1],
                 one["address"],
                 one["node"],
+                one.get("pool", ""),
                 one["state"],
                 str(one.get("running", "")),
                 str(one.get("waiting", "")),
                 "" if cold is None else f"{cold:.1f} s",
             )
-    how = "as asked for by hand" if status["fixed"] is not None else "as the reports say"
-    head = f"{status['name']} on Ray at {status['ray']}: {status['state']}, {status['wanted']} engines wanted, {how}"
+    wanted = [_wanted(pool, **counts) for pool, counts in status["pools"].items()]
+    head = f"{status['name']} on Ray at {status['ray']}: {status['state']}, {'; '.join(wanted)}"
     return Group(head, *filter(None, [status["message"], status["problem"]]), table)
+
+
+def _wanted(pool: str, wanted: int, fixed: int | None) -> str:
+    of_pool = "" if pool == "mixed" else f" for {pool}"
+    return f"{wanted} engines{of_pool} wanted, as {'the reports say' if fixed is None else 'asked for by hand'}"

@@ -10,9 +10,11 @@ from pipeline.cli.serve_http import answer, engine_files
 from pipeline.cli.serve_options import HttpOptions
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import Discovery, FleetFile, FromFile
+from runtime.gateway.fleet.release import PlanFile, PlanStore, plan_path
 from runtime.gateway.fleet.replica import Patience
 from runtime.gateway.fleet.scaling import FleetScaler
 from runtime.gateway.http.listen import listen
+from runtime.wire.messages import Pool
 
 
 def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
@@ -24,13 +26,22 @@ def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
         options = replace(options, slo=engines)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     listener = listen(options.host, options.port)
-    scaler = FleetScaler(fleet.scaling) if fleet.scaling else None
-    client = FleetClient(discovery, engine_files(), patience=Patience(wait=wait_seconds), scaler=scaler)
+    scalers: dict[Pool, FleetScaler] = {pool: FleetScaler(settings) for pool, settings in fleet.scalings.items()}
+    client = FleetClient(discovery, engine_files(), patience=Patience(wait=wait_seconds), scalers=scalers)
     answer(listener, options, client, "engine", fleet=client)
 
 
 def find_engines(path: Path, fleet: FleetFile) -> Discovery:
-    return FromFile(path, find_source(fleet))
+    return FromFile(path, find_source(fleet), find_plans(path, fleet))
+
+
+def find_plans(path: Path, fleet: FleetFile) -> PlanStore:
+    """Where the release plan of a fleet lies."""
+    if fleet.releases is None:
+        return PlanFile(plan_path(path))
+    from runtime.gateway.fleet.release_table import PlanTable
+
+    return PlanTable(fleet.releases, path.stem)
 
 
 def find_source(fleet: FleetFile) -> Discovery | None:

@@ -1,9 +1,9 @@
 """``tapeout fleet release`` and ``rollback``: another bundle for every engine of a fleet, one after the other.
 
-The command tells an engine over its own connection to open the bundle, and writes beside the list of engines which
-bundles get requests and which share (:mod:`runtime.gateway.fleet.release`). What gateways answer at ``/fleet`` says how
-many engines are ready and how the candidate does. All state is in the plan and in the engines, so a command that was
-interrupted goes on where it was when it is run again.
+The command tells an engine over its own connection to open the bundle, and writes beside the list of engines, or into a
+database, which bundles get requests and which share (:mod:`runtime.gateway.fleet.release`). What gateways answer at
+``/fleet`` says how many engines are ready and how the candidate does. All state is in the plan and in the engines, so a
+command that was interrupted goes on where it was when it is run again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from evals.check import Outcome
 from evals.kinds.online import EXIT_CODES
 from evals.kinds.online.canary import CanaryBounds, CanaryVerdict, Figures, judge_canary
 from evals.kinds.online.measure import judge
-from pipeline.cli.gateway import find_engines
+from pipeline.cli.gateway import find_engines, find_plans
 from pipeline.cli.serve_http import engine_files
 from runtime.gateway.fleet.connection import ReplicaConnection
 from runtime.gateway.fleet.discovery import FleetFile
-from runtime.gateway.fleet.release import ReleasePlan, plan_path, read_plan
+from runtime.gateway.fleet.release import ReleasePlan
 from runtime.wire.messages import EngineInfo, Reopen
 from tapeout.errors import ExitCode, TapeoutError, one_line
 from tapeout.observations import read_observations
@@ -103,8 +103,9 @@ class FleetRelease:
     """A change of one fleet. ``fleet``: the file with its engines."""
 
     def __init__(self, fleet: Path, gateways: Sequence[str], options: ReleaseOptions) -> None:
-        self._path, self._options, self._gateways = plan_path(fleet), options, Gateways(gateways, options.api_key)
+        self._options, self._gateways = options, Gateways(gateways, options.api_key)
         file = FleetFile.read(fleet)
+        self._plans = find_plans(fleet, file)
         if file.up is not None:
             raise ReleaseError(
                 f"the engines of {fleet} are run by `tapeout fleet`, which starts each with the bundle of `up` again",
@@ -149,10 +150,10 @@ class FleetRelease:
 
         New conversations get it at once. ``source``: of the bundle; empty: each engine knows what it had before.
         """
-        plan = read_plan(self._path)
+        plan = self._plans.read()
         if plan is None or not (plan.candidate or plan.previous):
             raise ReleaseError(
-                "there is no release to reverse", expected=f"one in {self._path}", remedy="`tapeout fleet release`"
+                "there is no release to reverse", expected=f"one in {self._plans}", remedy="`tapeout fleet release`"
             )
         if plan.candidate:
             good, bad = plan.stable, plan.candidate
@@ -166,7 +167,7 @@ class FleetRelease:
 
     def _begun(self) -> ReleasePlan:
         """The plan to go on with: a release that is under way, or none that has begun."""
-        plan = read_plan(self._path)
+        plan = self._plans.read()
         if plan is not None and plan.phase == "rolling back":
             raise ReleaseError("a rollback is under way", expected="none", remedy="end it: `tapeout fleet rollback`")
         if plan is not None:
@@ -284,7 +285,7 @@ class FleetRelease:
 
     def _written(self, plan: ReleasePlan, **changed: Any) -> ReleasePlan:
         plan = plan.model_copy(update=changed)
-        plan.write(self._path)
+        self._plans.write(plan)
         return plan
 
     def _unchanged(self, address: str, info: EngineInfo, why: str = "it was told to open that") -> ReleaseError:

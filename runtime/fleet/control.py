@@ -12,8 +12,8 @@ from runtime.fleet.ray_roster import find_roster, start_roster
 from runtime.fleet.replicas import application, resolved
 from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan import LOCAL, FleetPlan
-from runtime.gateway.fleet.scaling import ScalingSettings
 from runtime.wire.address import read_key
+from runtime.wire.messages import Pool
 from tapeout.errors import one_line
 
 ASK_SECONDS = 20.0  # that the roster has to answer
@@ -54,14 +54,16 @@ def require_startable(file: FleetFile, plan: FleetPlan, *, here: bool) -> None:
         )
 
 
-def require_room(plan: FleetPlan, least: int, cpus: float) -> None:
-    """:class:`FleetError` where ``cpus`` are too few for the gateways and ``least`` engines: Ray would wait."""
-    needed = plan.engines.cpus * least + plan.gateways.cpus * plan.gateways.count
+def require_room(file: FleetFile, plan: FleetPlan, cpus: float) -> None:
+    """:class:`FleetError` where ``cpus`` are too few for the gateways and the least engines: Ray would wait."""
+    least: dict[Pool, int] = {pool: scaling.least for pool, scaling in file.started.items()}
+    engines = sum(plan.engine(pool).cpus * count for pool, count in least.items())
+    needed = engines + plan.gateways.cpus * plan.gateways.count
     if needed > cpus:
         raise FleetError(
-            f"{least} engines and {plan.gateways.count} gateways need {needed:g} CPUs",
+            f"{sum(least.values())} engines and {plan.gateways.count} gateways need {needed:g} CPUs",
             expected=f"at most {cpus:g}, which Ray has on this machine",
-            remedy="lower `cpus` in the section `up`, which reserves and does not limit, or `least` in `scaling`",
+            remedy="lower `cpus` in the section `up`, which reserves and does not limit, or the `least` engines",
         )
 
 
@@ -77,23 +79,27 @@ class RayFleet:
 
     def __init__(self, path: Path) -> None:
         self._file, self._plan = read_plan(path)
-        self._scaling = self._file.scaling or ScalingSettings()
         self._local = LocalRay(self._plan.name) if self._plan.ray == LOCAL else None
 
     def up(self) -> dict[str, Any]:
-        """Its status, once the engines and gateways are open. :class:`FleetError` says why one is not."""
+        """Its status, once the engines and gateways are open. :class:`FleetError` says why one is not.
+
+        Whatever ends it before, nothing stays: also what raises an exception on a signal.
+        """
         if self._local is not None:
             self._local.use()
         import_ray()
         require_startable(self._file, self._plan, here=self._local is not None)
+        address = self._plan.ray
         if self._local is None:
-            address = self._plan.ray
             require_reachable(address)
         else:
             self._require_down()
-            log.info("starting Ray on this machine")
-            address = self._local.start()
+            self._local.make_folder()
         try:
+            if self._local is not None:
+                log.info("starting Ray on this machine")
+                address = self._local.start()
             join(address)
             self._deploy(address)
             return self._status()
@@ -107,13 +113,22 @@ class RayFleet:
         connect(self._plan)
         return self._status()
 
-    def scale(self, engines: int | None) -> dict[str, Any]:
-        """``engines`` None: as the reports say."""
-        least, most = 1, self._scaling.most
-        if engines is not None and not least <= engines <= most:
-            raise FleetError(f"{engines} engines", expected=f"{least} to {most}, as `scaling` in the file says")
+    def scale(self, engines: int | None, pool: str | None = None) -> dict[str, Any]:
+        """``engines`` None: as the reports say. ``pool``: of the engines, where the file has `pools`."""
+        pools = self._file.started
+        wanted = pool or ("mixed" if "mixed" in pools else "")
+        settings = next((settings for name, settings in pools.items() if name == wanted), None)
+        if settings is None:
+            here = "engines of pools" if self._file.pools else "no pools"
+            raise FleetError(
+                f"the fleet {self._plan.name} has {here}, and --pool is {pool or 'not given'}",
+                expected=f"one of {', '.join(f'--pool {name}' for name in pools)}" if self._file.pools else "no --pool",
+            )
+        if engines is not None and not 1 <= engines <= settings.most:
+            where = f"`pools.{wanted}`" if self._file.pools else "`scaling`"
+            raise FleetError(f"{engines} engines", expected=f"1 to {settings.most}, as {where} in the file says")
         connect(self._plan)
-        self._ask("fix", engines)
+        self._ask("fix", wanted, engines)
         return self._status()
 
     def drain(self, address: str) -> dict[str, Any]:
@@ -168,8 +183,8 @@ class RayFleet:
         if self._plan.name in serve.status().applications:
             raise self._is_up(address)
         if self._local is not None:
-            require_room(self._plan, self._scaling.least, import_ray().cluster_resources().get("CPU", 0.0))
-        start_roster(self._plan.name, self._scaling)
+            require_room(self._file, self._plan, import_ray().cluster_resources().get("CPU", 0.0))
+        start_roster(self._plan.name, self._file.started)
         serve.start(http_options={"location": "Disabled"})
         file = resolved(self._file, address)
         log.info("starting engines and gateways of %s", self._plan.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
 from itertools import count
@@ -17,8 +18,8 @@ import yaml
 from runtime.fleet.roster import SETTLE_SECONDS, Place, Roster
 from runtime.fleet.runner import EngineRunner, GatewayRunner
 from runtime.gateway.fleet.discovery import FleetFile
-from runtime.gateway.fleet.scaling import ScalingSettings
 from runtime.wire.address import read_key
+from runtime.wire.messages import Pool
 from tapeout.errors import TapeoutError, one_line
 
 LOOK_SECONDS = 0.5
@@ -35,13 +36,12 @@ class LocalFleet:
         assert fleet.up is not None and fleet.key is not None, "only such a file is started"
         self._file = fleet
         self._plan, self._key_file, self._key = fleet.up, fleet.key, read_key(fleet.key)
-        settings = fleet.scaling or ScalingSettings()
-        self._least = settings.least
-        self._roster = Roster(settings, monotonic() - SETTLE_SECONDS)  # no engine speaks of itself but through here
+        self._pools = fleet.started
+        self._roster = Roster(self._pools, monotonic() - SETTLE_SECONDS)  # no engine speaks of itself but through here
         self._listed = folder / "fleet.yaml"
         self._engines: dict[str, EngineRunner] = {}
         self._moving: set[asyncio.Task[None]] = set()  # engines that start or end
-        self._starting = 0
+        self._starting: Counter[Pool] = Counter()
         self._ids = map(str, count())
         self._addresses: tuple[str, ...] = ()
 
@@ -49,7 +49,8 @@ class LocalFleet:
         """Until ``ending``. :class:`TapeoutError` if an engine or a gateway cannot be opened at first."""
         plan, gateways = self._plan.gateways, list[GatewayRunner]()
         try:
-            for found in await asyncio.gather(*(self._add() for _ in range(self._least)), return_exceptions=True):
+            first = [self._add(pool) for pool, settings in self._pools.items() for _ in range(settings.least)]
+            for found in await asyncio.gather(*first, return_exceptions=True):
                 if found is not None:
                     raise found
             self._look()
@@ -80,21 +81,24 @@ class LocalFleet:
 
     def _look(self) -> None:
         now = monotonic()
-        wanted = self._roster.wanted(now)
+        wanted: dict[Pool, int] = {pool: self._roster.wanted(pool, now) for pool in self._pools}
         for id, engine in list(self._engines.items()):
             place = Place(engine.address, HOST, os.getpid(), engine.pid)
-            wanted = self._roster.engine(id, place, engine.report, now).wanted
+            wanted[engine.pool] = self._roster.engine(id, engine.pool, place, engine.report, now).wanted
             try:
                 engine.require_healthy()
             except TapeoutError as error:
                 log.error("another engine takes the place of one that cannot be kept: %s", one_line(error))
                 self._move(self._remove(id, self._engines.pop(id)))
-        while len(self._engines) + self._starting < wanted:
-            self._starting += 1
-            self._move(self._replace())
-        while len(self._engines) > max(1, wanted):
-            id = min(self._engines, key=lambda id: _running(self._engines[id]))
-            self._move(self._remove(id, self._engines.pop(id)))
+        for pool, engines in wanted.items():
+            here = {id: engine for id, engine in self._engines.items() if engine.pool == pool}
+            for _ in range(engines - len(here) - self._starting[pool]):
+                self._starting[pool] += 1
+                self._move(self._replace(pool))
+            while len(here) > max(1, engines):
+                id = min(here, key=lambda id: _running(self._engines[id]))
+                self._move(self._remove(id, self._engines.pop(id)))
+                del here[id]
         self._list(now)
 
     def _list(self, now: float) -> None:
@@ -106,13 +110,14 @@ class LocalFleet:
             part.write_text(yaml.safe_dump(found.model_dump(mode="json", exclude_none=True)))
             part.replace(self._listed)
 
-    async def _add(self) -> None:
+    async def _add(self, pool: Pool) -> None:
         engine = EngineRunner(
             self._plan.bundle,
+            pool,
             HOST,
             self._key_file,
             self._key,
-            self._plan.engines.options,
+            self._plan.engine(pool).options,
             drain_seconds=self._plan.drain_seconds,
         )
         try:
@@ -122,13 +127,13 @@ class LocalFleet:
             raise
         self._engines[next(self._ids)] = engine
 
-    async def _replace(self) -> None:
+    async def _replace(self, pool: Pool) -> None:
         try:
-            await self._add()
+            await self._add(pool)
         except TapeoutError as error:
             log.error("an engine does not open: %s", one_line(error))
         finally:
-            self._starting -= 1
+            self._starting[pool] -= 1
 
     async def _remove(self, id: str, engine: EngineRunner) -> None:
         self._roster.leave(id)

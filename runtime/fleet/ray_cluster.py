@@ -76,11 +76,14 @@ class LocalRay:
         os.environ.pop("RAY_AUTH_TOKEN", None)  # of another cluster; it would go before
         os.environ |= {"RAY_AUTH_MODE": "token", TOKEN_PATH: str(self._token)}
 
-    def start(self) -> str:
-        """Its address."""
+    def make_folder(self) -> None:
+        """:class:`FleetError` where it is somebody else's."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.stat().st_uid != os.getuid():
             raise FleetError(f"{self.folder} belongs to another user", expected="a folder of this fleet")
+
+    def start(self) -> str:
+        """Its address. The folder must be there."""
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
         address = f"{LOOPBACK}:{_free_port()}"

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
 from runtime.fleet.ray_cluster import NAMESPACE, import_ray
 from runtime.fleet.roster import Orders, Place, Roster
-from runtime.gateway.fleet.scaling import EngineReport, ScalingSettings
+from runtime.gateway.fleet.scaling import EngineReport, PoolScaling
+from runtime.wire.messages import Pool
 
 
 class RosterActor:
     """Its methods are those of :class:`Roster`, at the time of the actor's own clock."""
 
-    def __init__(self, settings: ScalingSettings) -> None:
+    def __init__(self, settings: Mapping[Pool, PoolScaling]) -> None:
         self._roster = Roster(settings, monotonic())
 
-    def engine(self, id: str, place: Place, report: EngineReport | None) -> Orders:
-        return self._roster.engine(id, place, report, monotonic())
+    def engine(self, id: str, pool: Pool, place: Place, report: EngineReport | None) -> Orders:
+        return self._roster.engine(id, pool, place, report, monotonic())
 
     def gateway(self, id: str, place: Place, answers: bool) -> None:
         self._roster.gateway(id, place, answers, monotonic())
@@ -34,8 +36,8 @@ class RosterActor:
     def drain(self, address: str) -> bool:
         return self._roster.drain(address)
 
-    def fix(self, engines: int | None) -> None:
-        self._roster.fixed = engines
+    def fix(self, pool: Pool, engines: int | None) -> None:
+        self._roster.fix(pool, engines)
 
     def addresses(self) -> tuple[str, ...] | None:
         return self._roster.addresses(monotonic())
@@ -44,7 +46,7 @@ class RosterActor:
         return self._roster.status(monotonic())
 
 
-def start_roster(name: str, settings: ScalingSettings) -> Any:
+def start_roster(name: str, settings: Mapping[Pool, PoolScaling]) -> Any:
     """It outlives the command that starts it, and is started again where its machine dies."""
     ray = import_ray()
     options = {"name": _name(name), "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}

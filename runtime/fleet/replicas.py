@@ -22,8 +22,8 @@ from runtime.fleet.roster import LOST_SECONDS, Orders, Place
 from runtime.fleet.runner import EngineRunner, GatewayRunner, Runner
 from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan import EnginePlan, FleetPlan, GatewayPlan
-from runtime.gateway.fleet.scaling import ScalingSettings
 from runtime.wire.address import read_key
+from runtime.wire.messages import Pool
 from tapeout.errors import TapeoutError
 
 REPORT_SECONDS = 0.5
@@ -101,12 +101,12 @@ class _Replica:
 
 
 class EngineReplica(_Replica):
-    async def __init__(self, file: str) -> None:  # type: ignore[misc] # Serve awaits it
+    async def __init__(self, file: str, pool: Pool) -> None:  # type: ignore[misc] # Serve awaits it
         super().__init__(file)
         fleet, plan = self._fleet, self._plan
         assert fleet.key is not None, "only such a file is started"
         self._engine = EngineRunner(
-            plan.bundle, self._node, fleet.key, read_key(fleet.key), plan.engines.options,
+            plan.bundle, pool, self._node, fleet.key, read_key(fleet.key), plan.engine(pool).options,
             drain_seconds=plan.drain_seconds,
         )  # fmt: skip
         self._wanted: float | None = None
@@ -117,7 +117,8 @@ class EngineReplica(_Replica):
         return {} if self._wanted is None else {WANTED: self._wanted}
 
     async def _report(self) -> None:
-        orders: Orders = await self._roster.engine.remote(self._id, self._place, self._engine.report)
+        engine = self._engine
+        orders: Orders = await self._roster.engine.remote(self._id, engine.pool, self._place, engine.report)
         self._wanted = float(orders.wanted)
         if orders.drain and (self._renewing is None or self._renewing.done()):
             self._renewing = asyncio.create_task(self._renew())
@@ -136,9 +137,9 @@ class EngineReplica(_Replica):
 
 
 class GatewayReplica(_Replica):
-    """``engines``: Serve's handle of them, with which both are one application; it is not used."""
+    """``engines``: Serve's handles of them, with which all are one application; they are not used."""
 
-    async def __init__(self, file: str, engines: object) -> None:  # type: ignore[misc] # Serve awaits it
+    async def __init__(self, file: str, *engines: object) -> None:  # type: ignore[misc] # Serve awaits it
         super().__init__(file)
         gateways = self._plan.gateways
         self._folder = TemporaryDirectory(prefix="tapeout-gateway-")
@@ -166,7 +167,7 @@ class ScalingContext(Protocol):
 
 
 def carry_out(context: ScalingContext) -> tuple[int, dict[str, Any]]:
-    """A custom autoscaling policy of Ray Serve: as many engines as the roster wants, which has decided already.
+    """A custom autoscaling policy of Ray Serve: as many engines of a pool as the roster has decided.
 
     The newest word counts, of whichever replica.
     """
@@ -180,7 +181,7 @@ def application(file: str) -> Any:
     """Of Ray Serve, from the file of a fleet (see :class:`_Replica`)."""
     serve = import_serve()
     fleet = FleetFile.model_validate(yaml.safe_load(file))
-    plan, scaling = fleet.up, fleet.scaling or ScalingSettings()
+    plan = fleet.up
     assert plan is not None, "only such a file is started"
     common = {
         "health_check_period_s": 1.0,
@@ -189,25 +190,30 @@ def application(file: str) -> Any:
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": plan.drain_seconds + 30.0,
     }
-    engines = serve.deployment(EngineReplica).options(
-        name=ENGINE,
-        ray_actor_options=_reserved(plan.engines),
-        autoscaling_config={
-            "min_replicas": 1,
-            "initial_replicas": scaling.least,
-            "max_replicas": scaling.most,
-            "upscale_delay_s": 0,
-            "downscale_delay_s": 0,
-            "metrics_interval_s": REPORT_SECONDS,
-            "look_back_period_s": 2.0,
-            "policy": {"policy_function": carry_out},
-        },
-        **common,
-    )
+    engines = [
+        serve.deployment(EngineReplica)
+        .options(
+            name=ENGINE if pool == "mixed" else f"{ENGINE}-{pool}",
+            ray_actor_options=_reserved(plan.engine(pool)),
+            autoscaling_config={
+                "min_replicas": 1,
+                "initial_replicas": scaling.least,
+                "max_replicas": scaling.most,
+                "upscale_delay_s": 0,
+                "downscale_delay_s": 0,
+                "metrics_interval_s": REPORT_SECONDS,
+                "look_back_period_s": 2.0,
+                "policy": {"policy_function": carry_out},
+            },
+            **common,
+        )
+        .bind(file, pool)
+        for pool, scaling in fleet.started.items()
+    ]
     gateways = serve.deployment(GatewayReplica).options(
         name=GATEWAY, num_replicas=plan.gateways.count, ray_actor_options=_reserved(plan.gateways), **common
     )
-    return gateways.bind(file, engines.bind(file))
+    return gateways.bind(file, *engines)
 
 
 def _reserved(plan: EnginePlan | GatewayPlan) -> dict[str, Any]:

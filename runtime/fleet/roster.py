@@ -6,11 +6,13 @@ so that a gateway keeps those that it has. Reads no clock: the caller says what 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from runtime.gateway.fleet.scaling import EngineReport, FleetScaler, ScalingSettings
+from runtime.gateway.fleet.scaling import EngineReport, FleetScaler, PoolScaling
+from runtime.wire.messages import Pool
 
 SETTLE_SECONDS = 3.0  # that engines have to say where they are
 LOST_SECONDS = 10.0  # without a word, and it is forgotten
@@ -33,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Orders(NamedTuple):
-    """What an engine hears back. ``wanted``: engines that should run. ``drain``: end and start anew."""
+    """What an engine hears back. ``wanted``: engines of its pool that should run. ``drain``: end and start anew."""
 
     wanted: int
     drain: bool
@@ -43,6 +45,7 @@ class Orders(NamedTuple):
 class _Seen:
     place: Place
     at: float
+    pool: Pool = "mixed"
     report: EngineReport | None = None
     leaving: bool = False
     drain: bool = False
@@ -50,27 +53,26 @@ class _Seen:
 
 @dataclass
 class Roster:
-    """``fixed``: engines that an operator has asked for, instead of what the reports say.
-
-    ``problem``: why an engine or a gateway could not be opened last.
+    """``settings``: of each pool that the fleet has. ``fixed``: engines of a pool that an operator has asked for,
+    instead of what the reports say. ``problem``: why an engine or a gateway could not be opened last.
     """
 
-    settings: ScalingSettings
+    settings: Mapping[Pool, PoolScaling]
     begun: float
-    fixed: int | None = None
+    fixed: dict[Pool, int] = field(default_factory=dict[Pool, int])
     problem: str = ""
     _engines: dict[str, _Seen] = field(default_factory=dict[str, _Seen])
     _gateways: dict[str, _Seen] = field(default_factory=dict[str, _Seen])
 
     def __post_init__(self) -> None:
-        self._scaler = FleetScaler(self.settings)
+        self._scalers = {pool: FleetScaler(settings) for pool, settings in self.settings.items()}
 
-    def engine(self, id: str, place: Place, report: EngineReport | None, now: float) -> Orders:
+    def engine(self, id: str, pool: Pool, place: Place, report: EngineReport | None, now: float) -> Orders:
         """An engine is there. ``report``: None while it does not answer."""
-        seen = self._engines.setdefault(id, _Seen(place, now))
+        seen = self._engines.setdefault(id, _Seen(place, now, pool))
         seen.place, seen.at, seen.report = place, now, report
         self._forget(now)
-        return Orders(self.wanted(now), seen.drain)
+        return Orders(self.wanted(pool, now), seen.drain)
 
     def gateway(self, id: str, place: Place, answers: bool, now: float) -> None:
         seen = self._gateways.setdefault(id, _Seen(place, now))
@@ -94,21 +96,29 @@ class Roster:
             seen.drain = True
         return bool(found)
 
-    def wanted(self, now: float) -> int:
-        if self.fixed is not None:
-            return self.fixed
-        return self._scaler.look({seen.place.address: seen.report for seen in self._ring() if seen.report}, now)
+    def fix(self, pool: Pool, engines: int | None) -> None:
+        """``engines`` None: as the reports say."""
+        if engines is None:
+            self.fixed.pop(pool, None)
+        else:
+            self.fixed[pool] = engines
+
+    def wanted(self, pool: Pool, now: float) -> int:
+        if pool in self.fixed:
+            return self.fixed[pool]
+        reports = {seen.place.address: seen.report for seen in self._ring(pool) if seen.report}
+        return self._scalers[pool].look(reports, now)
 
     def addresses(self, now: float) -> tuple[str, ...] | None:
         """Of the engines that get requests; None while that is not known yet."""
         if now - self.begun < SETTLE_SECONDS:
             return None
         self._forget(now)
-        return tuple(seen.place.address for seen in self._ring())
+        return tuple(seen.place.address for pool in self.settings for seen in self._ring(pool))
 
     def status(self, now: float) -> dict[str, Any]:
         self._forget(now)
-        ring = {id(seen) for seen in self._ring()}
+        ring = {id(seen) for pool in self.settings for seen in self._ring(pool)}
         engines = list[dict[str, Any]]()
         for seen in self._engines.values():
             state = RunState.SERVING if id(seen) in ring else RunState.STANDBY
@@ -120,6 +130,7 @@ class Roster:
             engines.append(
                 {
                     **seen.place._asdict(),
+                    "pool": seen.pool,
                     "state": state.value,
                     "running": stats.running if stats else 0,
                     "waiting": stats.waiting if stats else 0,
@@ -134,23 +145,24 @@ class Roster:
             for seen in self._gateways.values()
         ]
         return {
-            "wanted": self.wanted(now),
-            "fixed": self.fixed,
+            "pools": {
+                pool: {"wanted": self.wanted(pool, now), "fixed": self.fixed.get(pool)} for pool in self.settings
+            },
             "problem": self.problem,
             "engines": engines,
             "gateways": gateways,
         }
 
-    def _ring(self) -> list[_Seen]:
-        """Engines that get requests: those that came first, while others are on standby.
+    def _ring(self, pool: Pool) -> list[_Seen]:
+        """Engines of a pool that get requests: those that came first, while others are on standby.
 
         One that does not answer right now stays listed: gateways find out by themselves, also when it is back.
         """
-        here = [seen for seen in self._engines.values() if not (seen.leaving or seen.drain)]
-        if self.fixed is not None or not self.settings.standby:
+        here = [seen for seen in self._engines.values() if seen.pool == pool and not (seen.leaving or seen.drain)]
+        if pool in self.fixed or not self.settings[pool].standby:
             return here
         answering = [seen for seen in here if seen.report is not None]
-        return answering[: self._scaler.state.needed] or here
+        return answering[: self._scalers[pool].state.needed] or here
 
     def _forget(self, now: float) -> None:
         for known in (self._engines, self._gateways):

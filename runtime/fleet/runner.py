@@ -24,7 +24,7 @@ from runtime.gateway.engines.client import EngineDownError
 from runtime.gateway.engines.remote import RemoteEngine
 from runtime.gateway.fleet.scaling import EngineReport
 from runtime.wire.address import Address
-from runtime.wire.messages import EngineLoad, StepReport
+from runtime.wire.messages import EngineLoad, Pool, StepReport
 from tapeout.errors import TapeoutError, one_line
 
 COMMAND = (sys.executable, "-m", "pipeline.cli")
@@ -202,9 +202,11 @@ class EngineRunner(Runner):
     kind = "engine"
 
     def __init__(
-        self, bundle: str, host: str, key_file: Path, key: bytes, options: Sequence[str], *, drain_seconds: float
-    ) -> None:
+        self, bundle: str, pool: Pool, host: str, key_file: Path, key: bytes, options: Sequence[str], *,
+        drain_seconds: float,
+    ) -> None:  # fmt: skip
         super().__init__(host, options, drain_seconds=drain_seconds)
+        self.pool: Pool = pool
         self._bundle, self._key_file, self._key = bundle, key_file, key
         self._connection: RemoteEngine | None = None
         self._load = EngineLoad()
@@ -242,7 +244,8 @@ class EngineRunner(Runner):
         return (0,)
 
     def _command(self) -> Sequence[str]:
-        return ("engine", self._bundle, "--listen", self.address, "--key-file", str(self._key_file))
+        key = ("--key-file", str(self._key_file))
+        return ("engine", self._bundle, "--listen", self.address, *key, "--pool", self.pool)
 
     async def _connect(self) -> None:
         connection = RemoteEngine(self.address, self._key, Path())

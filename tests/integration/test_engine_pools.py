@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtime.gateway.fleet.client import FleetClient
-from runtime.wire.messages import GenerateRequest
+from runtime.wire.messages import GenerateRequest, Reopen
 from tests.answering import KINDS, Whole, whole
 from tests.exported import build_float, tiny_graph
 from tests.faulty_engine import Faulty
@@ -222,3 +222,76 @@ def test_the_only_engine_for_prompts_leaves_the_list(tmp_path: Path, caplog: pyt
             engine.close()
     gc.collect()
     assert not [record.message for record in caplog.records if record.name == "asyncio"]
+
+
+def test_a_hand_over_is_tried_elsewhere_where_the_other_engine_is_lost(tmp_path: Path) -> None:
+    """One of two engines for what follows hangs; some requests choose it, since nobody knows yet.
+
+    Planted: one try, after which a request stays where its prompt was computed.
+    """
+    slow = replace(SLOW, token_seconds=0.002)
+    engines = [ListeningEngine(tmp_path, slow, pool=pool) for pool in ("prefill", "decode", "decode")]
+    requests = [replace(asked(f"{number}", prompt(number, 50)), max_new_tokens=300) for number in range(8)]
+
+    async def test() -> None:
+        async with connected(tmp_path, engines) as client:
+            await all_ready(client, 3)
+            engines[1].process.send_signal(signal.SIGSTOP)
+            found = await answers(client, requests)
+            assert {one.reason for one in found} == {"length"} and not client.counts["lost"]
+            assert client.counts["moves"] == len(requests)
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
+            engine.process.send_signal(signal.SIGCONT)
+            engine.close()
+
+
+def test_a_hand_over_waits_for_an_engine(tmp_path: Path) -> None:
+    """The only one for what follows comes while the request runs. Planted: one look, at the first token."""
+    engines = [ListeningEngine(tmp_path, SLOW, pool=pool) for pool in ("prefill", "decode")]
+    request = replace(asked("a", prompt(0, 50)), max_new_tokens=300)
+
+    async def test() -> None:
+        async with connected(tmp_path, engines[:1]) as client:
+            await all_ready(client, 1)
+            running = asyncio.ensure_future(answers(client, [request]))
+            await until(lambda: any(status.stats.generated_tokens > 3 for status in client.statuses()))
+            write_list(tmp_path, [engine.address for engine in engines])
+            (found,) = await running
+            assert found.reason == "length" and client.counts["moves"] == 1
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_nothing_is_handed_over_to_an_engine_that_is_about_to_leave(tmp_path: Path) -> None:
+    """It still ends what it has before it opens another bundle. Planted: it counts as an engine that could go on."""
+    engines = [ListeningEngine(tmp_path, SLOW, pool=pool) for pool in ("prefill", "decode")]
+    first, second = (replace(asked(name, prompt(number, 50)), max_new_tokens=300) for number, name in enumerate("ab"))
+
+    async def test() -> None:
+        async with connected(tmp_path, engines) as client:
+            await all_ready(client, 2)
+            running = [asyncio.ensure_future(answers(client, [first]))]
+            await until(lambda: client.counts["moves"] == 1)
+            decode = next(one for one in client._members.listed.values() if one.pool == "decode")
+            assert decode.connection is not None
+            decode.connection.send(Reopen("", 60.0))
+            await until(lambda: decode.lingers)
+            running.append(asyncio.ensure_future(answers(client, [second])))
+            for one in running:
+                (found,) = await one
+                assert found.reason == "length"
+            assert client.counts["moves"] == 1 and not client.counts["lost"]
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
+            engine.close()

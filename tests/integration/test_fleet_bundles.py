@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.cli.release import reopen
 from runtime.gateway.fleet.client import FleetClient
-from runtime.gateway.fleet.release import ReleasePlan, plan_path
+from runtime.gateway.fleet.release import PlanFile, ReleasePlan, plan_path
 from runtime.wire.messages import GenerateRequest
 from tests.answering import Whole, whole
 from tests.faulty_engine import REFUSES, Faulty
@@ -51,7 +51,7 @@ def digest(bundle: Faulty) -> str:
 
 def write_plan(folder: Path, share: float = 0.5) -> None:
     plan = ReleasePlan(stable=digest(OLD), candidate=digest(NEW), share=share, phase="canary")
-    plan.write(plan_path(folder / "fleet.yaml"))
+    PlanFile(plan_path(folder / "fleet.yaml")).write(plan)
 
 
 def states(client: FleetClient) -> list[str]:
@@ -153,7 +153,7 @@ def test_an_engine_opens_another_bundle_and_ends_its_requests_first(
     async def test() -> None:
         engine = start(OLD)
         async with connected(tmp_path, [engine]) as client:
-            ReleasePlan(stable=digest(OLD), phase="done").write(plan_path(tmp_path / "fleet.yaml"))
+            PlanFile(plan_path(tmp_path / "fleet.yaml")).write(ReleasePlan(stable=digest(OLD), phase="done"))
             await until(lambda: client.plan is not None)
             await until(client_ready := lambda: client.ready)
             (wanted,) = await asyncio.gather(answer(client, 1, OLD, "e"))

@@ -152,13 +152,13 @@ def test_a_server_that_is_removed_ends_what_no_other_can_go_on_with(servers: lis
 def test_external_servers_are_no_engines_that_scaling_starts(servers: list[Served], tmp_path: Path) -> None:
     async def test() -> None:
         settings = ScalingSettings(least=1, most=4, first_token_seconds=0.001, hold_seconds=0)
-        client = FleetClient(written(tmp_path, servers, most=1), tmp_path, scaler=FleetScaler(settings))
+        client = FleetClient(written(tmp_path, servers, most=1), tmp_path, scalers={"mixed": FleetScaler(settings)})
         try:
             await asyncio.wait_for(client.open(), 20)
             slow(servers)
             answering = [asyncio.create_task(answer(client, request(str(n)))) for n in range(4)]
             await until(lambda: client.stats.running == 4)
-            assert client.replicas_wanted == 1
+            assert client.replicas_wanted == {"mixed": 1}
             await asyncio.gather(*answering)
         finally:
             await client.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ import psutil
 import pytest
 
 from tests.command import COMMAND, ROOT
-from tests.fleet_load import Load, answers, build_tiny, free_port, lost, ready
+from tests.fleet_load import Load, answers, build_tiny, free_port, lost, ready, replicas
 from tests.waiting import wait_for
+
+SCALING = "scaling: {least: 1, most: 2, hold_seconds: 1}"
 
 
 class Here:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, scaling: str = SCALING) -> None:
         self.file, self.port = folder / "fleet.yaml", free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.file.write_text(
@@ -29,7 +32,7 @@ up:
   bundle: tiny
   engines: {{options: [--unsafe, --threads, "1", --max-running, "2"]}}
   gateways: {{port: {self.port}, options: [--served-model-name, tiny]}}
-scaling: {{least: 1, most: 2, hold_seconds: 1}}
+{scaling}
 """
         )
         self.process = subprocess.Popen(
@@ -101,3 +104,34 @@ def test_a_bundle_that_cannot_be_opened_ends_it(here: Here) -> None:
     found = subprocess.run([*COMMAND, "fleet", "run", str(here.file)], capture_output=True, text=True, timeout=120,
                            env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert found.returncode == 2 and "nowhere" in found.stderr and "Traceback" not in found.stderr
+
+
+def by_pool(url: str) -> dict[str, int]:
+    """Engines that are ready."""
+    return Counter(one["pool"] for one in replicas(url) if one["state"] == "ready")
+
+
+def test_each_pool_follows_its_own_load(folder: Path) -> None:
+    """Answers fill the engines for what follows; prompts are short. Planted: both pools scaled by all reports."""
+    pools = "pools: {prefill: {least: 1, most: 2, hold_seconds: 1}, decode: {least: 1, most: 2, hold_seconds: 1}}"
+    here = Here(folder, pools)
+    try:
+        wait_for(lambda: by_pool(here.url) == {"prefill": 1, "decode": 1})
+        wanted: list[Any] = answers(here.url)
+        load = Load(here.url, wanted, clients=3, pause=0)
+        wait_for(lambda: by_pool(here.url)["decode"] == 2)
+        metrics = httpx2.get(f"{here.url}/metrics", timeout=30).text
+        assert all(f'tapeout:replicas_wanted{{pool="{pool}"}}' in metrics for pool in ("prefill", "decode"))
+        killed = next(one for one in here.children() if "decode" in one.cmdline())
+        killed.kill()
+        wait_for(lambda: by_pool(here.url)["decode"] == 1)
+        wait_for(lambda: by_pool(here.url)["decode"] == 2)
+        load.end()
+        wait_for(lambda: by_pool(here.url) == {"prefill": 1, "decode": 1})
+        assert answers(here.url) == wanted and lost(here.url) == 0
+        assert httpx2.get(f"{here.url}/fleet", timeout=30).json()["moves"] > 0
+        here.process.send_signal(signal.SIGTERM)
+        assert here.process.wait(60) == 0
+    finally:
+        here.process.kill()
+        here.process.wait()

@@ -80,7 +80,7 @@ scaling: {{least: 2, most: 3}}
     )
     try:
         status = found.told("up")
-        assert status["state"] == "RUNNING" and status["wanted"] == 2
+        assert status["state"] == "RUNNING" and status["pools"] == {"mixed": {"wanted": 2, "fixed": None}}
         wait_for(lambda: len(ready(found.url)) == 2)
         yield found
     finally:
@@ -95,11 +95,11 @@ def wanted(fleet: Fleet) -> list[Any]:
 def test_what_is_up_is_not_started_again_and_status_says_what_there_is(fleet: Fleet) -> None:
     assert "is up" in fleet.run("up", code=2)
     status = fleet.told("status")
-    assert [one["state"] for one in status["engines"]] == ["serving", "serving"] and status["fixed"] is None
+    assert [one["state"] for one in status["engines"]] == ["serving", "serving"]
     assert all(one["cold_seconds"] > 0 for one in status["engines"])
     assert [one["address"] for one in status["gateways"]] == [fleet.url]
     assert sorted(one["address"] for one in status["engines"]) == sorted(ready(fleet.url))
-    assert "tapeout:replicas_wanted 2.0" in httpx2.get(f"{fleet.url}/metrics", timeout=30).text
+    assert 'tapeout:replicas_wanted{pool="mixed"} 2.0' in httpx2.get(f"{fleet.url}/metrics", timeout=30).text
 
 
 def test_an_engine_that_is_killed_is_started_again_at_its_address(fleet: Fleet, wanted: list[Any]) -> None:
@@ -132,7 +132,7 @@ def test_engines_come_and_go_under_load_also_after_the_controller_was_killed(fle
     load = Load(fleet.url, wanted)
     fleet.process("ray::ServeController").kill()
     load.more(4)
-    assert fleet.told("scale", "3")["fixed"] == 3
+    assert fleet.told("scale", "3")["pools"]["mixed"]["fixed"] == 3
     wait_for(lambda: len(ready(fleet.url)) == 3)
     load.more(8)
     fleet.told("scale", "1")
@@ -199,3 +199,31 @@ def test_a_bundle_that_cannot_be_opened_is_named_and_nothing_is_left(fleet: Flee
     fleet.file.write_text(fleet.file.read_text().replace("bundle: tiny", "bundle: nowhere"))
     assert "nowhere" in fleet.run("up", code=2)
     assert fleet.ray.processes() == [] and not fleet.ray.folder.exists()
+
+
+def test_nothing_is_left_of_one_that_is_told_to_end_while_it_comes_up(tmp_path: Path) -> None:
+    """By SIGTERM, as at a timeout. Planted: the command ends, and its Ray runs on."""
+    build_tiny(tmp_path)
+    ray, file = LocalRay(f"{NAME[-12:]}-e"), tmp_path / "fleet.yaml"
+    file.write_text(
+        f"""
+key: engine.key
+up:
+  name: {NAME[-12:]}-e
+  bundle: tiny
+  engines: {{cpus: 0.1, options: [--unsafe]}}
+  gateways: {{cpus: 0.1, port: {free_port()}}}
+"""
+    )
+    command = [*COMMAND, "fleet", "up", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        wait_for(lambda: len(ray.processes()) > 2)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
+        assert process.returncode and "Traceback" not in said
+        assert not ray.processes() and not ray.folder.exists()
+    finally:
+        process.kill()
+        ray.stop()

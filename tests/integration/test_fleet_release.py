@@ -20,7 +20,7 @@ from evals.kinds.online import Online, frozen_plan
 from evals.kinds.online.canary import CanaryBounds
 from pipeline.cli.main import main
 from pipeline.cli.release import FleetRelease, ReleaseOptions
-from runtime.gateway.fleet.release import plan_path, read_plan
+from runtime.gateway.fleet.release import PlanFile, plan_path
 from tapeout.observations import Observation, ObservationLog
 from tests import command
 from tests.command import ROOT, Running
@@ -167,13 +167,13 @@ def test_a_canary_that_is_undecided_stays_and_one_that_fails_is_reversed(
     (old,) = set(ready(gateway))
     words = ["fleet", "release", str(fleet), str(bundles[1]), "--gateway", gateway.url, "--share", "0.5"]
     assert main([*words, "--canary-seconds", "0", "--min-calls", "1000000"]) == 3
-    plan = read_plan(plan_path(fleet))
+    plan = PlanFile(plan_path(fleet)).read()
     assert plan is not None and plan.phase == "canary" and plan.share == 0.5
     assert sorted(ready(gateway)) == sorted([old] * 3 + [plan.candidate])
     folder = shadowed(tmp_path / "shadow", [old, plan.candidate])
     assert main([*words, "--shadow-log", str(folder), "--min-calls", "1"]) == 1
     assert ready(gateway) == [old] * ENGINES
-    plan = read_plan(plan_path(fleet))
+    plan = PlanFile(plan_path(fleet)).read()
     assert plan is not None and (plan.stable, plan.candidate, plan.phase) == (old, "", "rolled back")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -163,6 +164,51 @@ def test_a_gateway_that_is_killed_takes_nothing_with_it(gateways: Gateways) -> N
     assert {reason for id, _, reason, _ in mine if id in answered} == {"length"}
     # A request that was cut is recorded as far as it was known; one that had been answered, whole.
     assert {reason for id, _, reason, _ in mine if id not in answered} <= {"interrupted", "length"}
+
+
+def test_a_stream_that_is_cut_is_asked_again_at_the_other_gateway(gateways: Gateways) -> None:
+    """The client has drawn no seed: its Idempotency-Key gives the same answer, of which it has the beginning.
+
+    Planted: a seed that each gateway draws by itself.
+    """
+    body = BODY | {"stream": True, "temperature": 0.9, "min_tokens": 200, "max_tokens": 200}
+    del body["seed"]
+
+    def stream(place: int, name: str) -> tuple[str, bool, float]:
+        """Text, whether it is whole, and seconds until it began."""
+        header = {"authorization": f"Bearer {gateways.keys['plain']}", "idempotency-key": name}
+        text, first, begin = "", 0.0, time.monotonic()
+        url = f"{gateways.running[place].url}/v1/completions"
+        try:
+            with httpx2.stream("POST", url, json=body, headers=header, timeout=60) as answer:
+                assert answer.status_code == 200
+                for line in answer.iter_lines():
+                    if line == "data: [DONE]":
+                        return text, True, first
+                    if line.startswith("data: "):
+                        first = first or time.monotonic() - begin
+                        text += json.loads(line[6:])["choices"][0]["text"]
+        except httpx2.HTTPError:
+            pass
+        return text, False, first
+
+    with ThreadPoolExecutor(8) as pool:
+        clients = [pool.submit(stream, number % 2, f"key-{number}") for number in range(8)]
+        wait_for(lambda: sum(one["requests"] for one in gateways.replicas(0)) == 4)
+        time.sleep(0.2)
+        gateways.running[0].process.kill()
+        found = [one.result() for one in clients]
+        cut = [number for number, (_, whole, _) in enumerate(found) if not whole]
+        assert cut and not any(number % 2 for number in cut), "streams of the gateway that lives went on"
+        again = list(pool.map(lambda number: stream(1, f"key-{number}"), cut))
+    for number, (text, whole, _) in zip(cut, again, strict=True):
+        assert whole and text.startswith(found[number][0])
+    assert len({text for text, *_ in again}) == len(cut), "each key has an answer of its own"
+    assert any(found[number][0] for number in cut), "one was cut in its midst"
+    print(f"first event at the other gateway after {max(seconds for *_, seconds in again):.2f} s at most")
+    gateways.running[0].process.wait()
+    gateways.running[0] = gateways.start(0)
+    wait_for(lambda: all(one["state"] == "ready" for one in gateways.replicas(0)))
 
 
 def test_a_gateway_that_drains_ends_its_requests_and_no_others(gateways: Gateways) -> None:

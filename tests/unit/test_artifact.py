@@ -174,7 +174,7 @@ def test_another_schema_is_refused_before_its_fields_are_looked_at(
     with pytest.raises(ArtifactError, match=f"a was written as Thing schema {version}, by {age} version") as caught:
         load(tmp_path / "a", Thing)
     assert caught.value.expected.startswith("schema 2")
-    assert caught.value.remedy == "make a thing"
+    assert caught.value.remedy.startswith("update Tapeout" if age == "a newer" else "make a thing")
 
 
 def test_a_type_that_moved_on_refuses_what_was_written_before(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import ssl
 import subprocess
 import threading
@@ -15,11 +16,12 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from pipeline.cli.gateway import find_engines, find_source
+from pipeline.cli.gateway import find_engines, find_plans, find_source
 from runtime.gateway.fleet import table_discovery
 from runtime.gateway.fleet.discovery import DiscoveryError, FleetFile, FleetFileError, KubernetesService, Listing
 from runtime.gateway.fleet.kubernetes_discovery import KubernetesDiscovery
-from runtime.gateway.fleet.release import ReleasePlan, plan_path
+from runtime.gateway.fleet.release import PlanFile, ReleasePlan, ReleasePlanError, plan_path
+from runtime.gateway.fleet.release_table import PlanTable
 from runtime.gateway.fleet.table_discovery import TableDiscovery
 from runtime.wire import engine_table
 from runtime.wire.engine_table import Announcement, EngineTable
@@ -247,11 +249,33 @@ def test_what_the_api_refuses_is_said(
         found.read()
 
 
-def test_engines_of_a_table_take_the_release_plan_and_external_servers_of_the_file(tmp_path: Path, key: Path) -> None:
+def test_engines_of_a_table_take_the_release_plan_beside_the_file_or_in_a_database(tmp_path: Path, key: Path) -> None:
+    """Planted: the file is read although it names a database."""
     url, path = f"sqlite:///{tmp_path}/fleet.db", tmp_path / "fleet.yaml"
     EngineTable(url).write("tcp:h:1")
-    path.write_text(f"table: {url}\nkey: {key}\nexternal: [{{url: 'http://h/v1', model: m, text: t}}]")
-    ReleasePlan(stable="d" * 8, candidate="e" * 8, share=0.5, phase="canary").write(plan_path(path))
+    path.write_text(f"table: {url}\nkey: {key}\n")
+    PlanFile(plan_path(path)).write(ReleasePlan(stable="d" * 8, candidate="e" * 8, share=0.5, phase="canary"))
     found = find_engines(path, FleetFile.read(path)).read()
-    assert found.engines == ("tcp:h:1",) and [server.url for server in found.external] == ["http://h/v1"]
+    assert found.engines == ("tcp:h:1",)
     assert found.plan is not None and (found.plan.stable, found.plan.share) == ("d" * 8, 0.5)
+    path.write_text(f"table: {url}\nkey: {key}\nreleases: {url}\n")
+    discovery = find_engines(path, FleetFile.read(path))
+    assert discovery.read().plan is None
+    for share in (0.1, 0.2):
+        find_plans(path, FleetFile.read(path)).write(found.plan.model_copy(update={"share": share}))
+        again = discovery.read().plan
+        assert again is not None and again.share == share
+
+
+def test_a_database_of_releases_that_is_away_or_has_nonsense_is_named(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/nowhere/fleet.db"
+    with pytest.raises(ReleasePlanError, match="the database of the release plan does not answer"):
+        PlanTable(url, "fleet").read()
+    url = f"sqlite:///{tmp_path}/fleet.db"
+    PlanTable(url, "fleet").write(ReleasePlan(stable="d" * 8, phase="done"))
+    with sqlite3.connect(tmp_path / "fleet.db") as connection:
+        connection.execute("UPDATE release_plans SET plan = '{}'")
+    connection.close()
+    with pytest.raises(ReleasePlanError, match="`stable` is missing"):
+        PlanTable(url, "fleet").read()
+    assert PlanTable(url, "other").read() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from random import Random
 
@@ -9,11 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import FleetFileError, FromFile
 from runtime.gateway.fleet.retries import LONGEST_PROBE_SECONDS, RetryBudget, probe_seconds
 from runtime.gateway.fleet.totals import COUNTERS, STATES, Totals
+from runtime.gateway.operations.health import Health
 from runtime.wire.messages import EngineStats
 from tapeout.errors import SignatureError, TapeoutError
+from tests.waiting import until
 
 KEY = b"k" * 32
 
@@ -93,3 +97,21 @@ def test_sums_are_those_of_all_engines_and_never_go_back(events: list[tuple[int,
         assert found.running == sum(last.running for _, last in engines.values())
         assert found.steps >= seen
         seen = found.steps
+
+
+def test_how_the_engines_are_is_said_while_none_is_ready(tmp_path: Path) -> None:
+    """Nobody starts those of a list again. Planted: the words of a server with an engine of its own."""
+
+    async def test() -> None:
+        client = FleetClient(
+            fleet_file(tmp_path, "engines: [unix:/nowhere/a, unix:/nowhere/b]\nkey: engine.key"), tmp_path
+        )
+        opening = asyncio.ensure_future(client.open())
+        try:
+            await until(lambda: [status.state.value for status in client.statuses()] == ["open"] * 2)
+            assert Health(client, lambda: False, away=client.away).not_ready() == "no engine is ready (2 not answering)"
+        finally:
+            opening.cancel()
+            await client.close()
+
+    asyncio.run(test())

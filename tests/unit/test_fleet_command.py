@@ -60,25 +60,20 @@ def test_what_replicas_get_is_of_the_cluster_and_has_absolute_paths(tmp_path: Pa
     assert FleetFile.model_validate(yaml.safe_load(resolved(named, "h:1"))).up
 
 
-def test_gateways_that_are_started_get_the_external_servers_and_objectives_of_the_file(tmp_path: Path) -> None:
-    """Their own list is in another folder. Planted: paths beside that one, and a list of engines alone."""
+def test_gateways_that_are_started_get_the_objectives_of_the_file(tmp_path: Path) -> None:
+    """Their own list is in another folder. Planted: a list of engines alone."""
     (tmp_path / "engine.key").write_bytes(b"k" * 32)
-    (tmp_path / "vllm.key").write_text("secret")
-    more = "external: [{url: 'http://h/v1', model: m, text: text/m, key: vllm.key}]\nslo: {availability: 0.99}\n"
-    file, _ = read_plan(written(tmp_path, UP + more))
+    file, _ = read_plan(written(tmp_path, UP + "slo: {availability: 0.99}\n"))
     folder = tmp_path / "gateway"
     folder.mkdir()
     here = LocalFleet(file, folder)
-    here._roster.engine("1", Place("tcp:127.0.0.1:7", "127.0.0.1", 1, 2), None, now := monotonic())
+    here._roster.engine("1", "mixed", Place("tcp:127.0.0.1:7", "127.0.0.1", 1, 2), None, now := monotonic())
     here._list(now)
     (folder / "ray.yaml").write_text(resolved(file, "10.0.0.1:6379"))
     for name in ("fleet.yaml", "ray.yaml"):
         found = FleetFile.read(folder / name)
         assert found.slo is not None and found.slo.availability == 0.99 and found.scaling == file.scaling
-        (server,) = found.external
-        assert (server.text, server.key) == (tmp_path / "text/m", tmp_path / "vllm.key")
-    listing = FromFile(folder / "fleet.yaml").read()
-    assert listing.engines == ("tcp:127.0.0.1:7",) and [one.api_key for one in listing.external] == ["secret"]
+    assert FromFile(folder / "fleet.yaml").read().engines == ("tcp:127.0.0.1:7",)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -140,7 +135,15 @@ def test_a_key_or_bundle_that_is_missing_is_named_before_anything_starts(
     ("text", "said"),
     [
         (None, "fleet.yaml cannot be used: No such file or directory"),
-        ("engine: [tcp:h:1]", "unknown key `engine`"),
+        ("engine: [tcp:h:1]", "unknown key `engine`: did you mean `engines`?"),
+        ("up: {bundle: b, engines: {cpu: 2}}", "unknown key `up.engines.cpu`: did you mean `cpus`?"),
+        ("engines: [tcp:h:1]\npools: {decode: {leest: 2}}", "`pools.decode.leest`: did you mean `least`?"),
+        ("external: [{url: 'http://h', model: m, text: t, keys: k}]", "`external.0.keys`: did you mean `key`?"),
+        ("engines: [tcp:h:1]\nexternal: [{url: 'http://h', model: m, text: t}]", "write a file for each of them"),
+        ("up: {bundle: b}\nxyz: 1", "unknown key `xyz` (known: engines, external, key, kubernetes, "),
+        ("up: {bundle: b, engines: {options: [--pool, decode]}}", "`--pool` is no option here: `pools` in the file"),
+        ("up: {bundle: b}\nscaling: {}\npools: {}", "`scaling` is of a fleet without `pools`"),
+        ("up: {bundle: b, decode: {}}", "`up.prefill` and `up.decode` are of engines in `pools`"),
         ("up: {}", "`up.bundle` is missing"),
         ("engines: [tcp:h:1\nkey: k", "no YAML on line 2"),
         ("engines: [tcp:h:1]\nslo: {availability: 99.9}", "`slo.availability`: input should be less than 1, not 99.9"),
@@ -158,7 +161,34 @@ def test_the_problem_of_a_file_is_named_in_its_own_words(
 def test_a_fleet_that_this_machine_has_no_room_for_is_refused(tmp_path: Path) -> None:
     """Ray waits for ever for CPUs that no machine has."""
     text = UP.replace("name: nowhere", "engines: {cpus: 1.5}, gateways: {count: 2, cpus: 0.5}")
-    _, plan = read_plan(written(tmp_path, text))
-    require_room(plan, 2, 4.0)
+    file, plan = read_plan(written(tmp_path, text))
+    require_room(file, plan, 4.0)
+    file, plan = read_plan(written(tmp_path, text.replace("least: 2", "least: 3")))
     with pytest.raises(FleetError, match=r"3 engines and 2 gateways need 5\.5 CPUs"):
-        require_room(plan, 3, 4.0)
+        require_room(file, plan, 4.0)
+
+
+POOLS = """
+key: engine.key
+up: {bundle: b, name: nowhere, engines: {cpus: 1, options: [--a]}, decode: {cpus: 2, options: [--b]}}
+pools: {prefill: {least: 2, most: 3}, decode: {most: 2, token_seconds: 0.1}}
+"""
+
+
+def test_each_pool_has_its_own_number_of_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, POOLS)
+    file, plan = read_plan(path)
+    assert [(pool, one.least, one.most, one.target) for pool, one in file.started.items()] == [
+        ("prefill", 2, 3, 1.0),
+        ("decode", 1, 2, 0.1),
+    ]
+    assert [plan.engine(pool).options for pool in file.started] == [("--a",), ("--b",)]
+    assert FleetFile.model_validate(yaml.safe_load(resolved(file, "h:1"))).pools == file.pools
+    require_room(file, plan, 4.5)
+    with pytest.raises(FleetError, match=r"3 engines and 1 gateways need 4\.5 CPUs"):
+        require_room(file, plan, 4.0)
+    message = run(capsys, "scale", str(path), "2")
+    assert "--pool is not given" in message and "--pool prefill, --pool decode" in message
+    assert "1 to 2, as `pools.decode` in the file says" in run(capsys, "scale", str(path), "3", "--pool", "decode")
+    written(tmp_path)
+    assert "no pools, and --pool is decode" in run(capsys, "scale", str(path), "2", "--pool", "decode")

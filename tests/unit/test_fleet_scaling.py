@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from runtime.engine.core import EngineCore
 from runtime.gateway.fleet.scaling import (
     BUSY,
+    DecodeScalingSettings,
     EngineReport,
     FleetScaler,
     ReplicaLoad,
@@ -156,3 +157,42 @@ def test_one_look_a_second_and_the_slowest_cold_start_counts() -> None:
     assert scaler.look({"a": report(0)}, 0.0) == 1
     assert scaler.look({"a": report(5000)}, 0.5) == 1  # too soon after the last look
     assert scaler.look({"a": report(900, 1.0), "b": report(0, 20.0)}, 1.0) == 5  # 0.9 + 0.16 a second for 20 s
+
+
+def decoding(decodes: int, base: float = 0.02, each: float = 0.001, **stats: int) -> EngineReport:
+    """An engine of 64 places whose steps take ``base`` seconds and ``each`` for every answer."""
+    seconds = base + each * decodes if decodes else 0.0
+    load = EngineLoad(decodes=decodes, running=decodes, most_running=64, decode_seconds=seconds)
+    return EngineReport(load, EngineStats(running=decodes, **stats))
+
+
+def test_engines_for_what_follows_are_more_where_gaps_are_long_or_caches_full() -> None:
+    """Not where a prompt waits somewhere. Planted: the queue of prompts counts, and the share of blocks does not."""
+    known = DecodeScalingSettings(least=1, most=8, token_seconds=0.05)
+    assert FleetScaler(known).look({"a": decoding(20)}, 0.0) == 1
+    assert FleetScaler(known).look({"a": decoding(40)}, 0.0) == 2  # 60 ms
+    assert FleetScaler(known).look({"a": decoding(52, each=0)}, 0.0) == 2  # places
+    assert FleetScaler(known).look({"a": decoding(10, blocks=100, blocks_held=85)}, 0.0) == 2
+    assert FleetScaler(known).look({"a": decoding(10, blocks=100, blocks_cached=100)}, 0.0) == 1
+    assert FleetScaler(known).look({"a": decoding(10, slots=10, slots_held=9)}, 0.0) == 2
+    backlog = decoding(10)._replace(load=EngineLoad(backlog_tokens=9000, chunk_tokens=8, prompt_seconds=0.001))
+    assert FleetScaler(known).look({"a": backlog}, 0.0) == 1
+    assert FleetScaler(ScalingSettings(most=8)).look({"a": backlog}, 0.0) == 8
+
+
+@given(st.integers(1, 400), st.floats(0.001, 0.03), st.floats(0.0001, 0.002), st.integers(1, 12))
+def test_a_steady_number_of_answers_ends_at_a_number_of_engines_that_holds_the_gap(
+    answers: int, base: float, each: float, needed: int
+) -> None:
+    """Also from too many: one less is tried only where no step can become too long by it."""
+    known = DecodeScalingSettings(least=1, most=12, token_seconds=0.05, hold_seconds=10)
+    state, course = ScalingState(needed), list[int]()
+    for number in range(40):
+        here = state.needed
+        reports = [decoding(ceil(answers / here), base, each)] * here
+        state = scaled(known, [known.load(None, one, 1.0) for one in reports], 5.0, state, number * 11.0)
+        course.append(state.needed)
+    assert len({*course[-5:]}) == 1
+    most = base + each * ceil(answers / state.needed)
+    assert state.needed == 12 or most <= known.token_seconds * 1.001
+    assert course[20:] == sorted(course[20:], reverse=True), "no engine comes again that has gone"

@@ -17,7 +17,7 @@ from evals.kinds.online import Online, frozen_plan
 from evals.kinds.online.canary import Figures
 from pipeline.cli import release
 from pipeline.cli.release import FleetRelease, Gateways, ReleaseError, ReleaseOptions
-from runtime.gateway.fleet.release import ReleasePlan, plan_path, read_plan
+from runtime.gateway.fleet.release import PlanFile, ReleasePlan, plan_path
 from runtime.wire.messages import EngineInfo
 from tapeout.observations import Observation, ObservationLog
 
@@ -124,7 +124,7 @@ class Fleet:
 
     @property
     def plan(self) -> ReleasePlan:
-        plan = read_plan(plan_path(self.list))
+        plan = PlanFile(plan_path(self.list)).read()
         assert plan is not None
         return plan
 
@@ -233,7 +233,7 @@ def test_engines_that_are_started_again_with_their_old_bundle_are_refused(fleet:
     fleet.list.write_text("key: k\nup: {bundle: b}")
     with pytest.raises(ReleaseError, match=r"(?s)run by `tapeout fleet`.*change `bundle` in the file"):
         fleet.change()
-    assert not fleet.log and read_plan(plan_path(fleet.list)) is None
+    assert not fleet.log and PlanFile(plan_path(fleet.list)).read() is None
 
 
 def test_an_engine_that_was_away_gets_the_bundle_before_a_release_is_done(fleet: Fleet) -> None:

@@ -14,11 +14,11 @@ from evals.kinds.online.canary import CanaryBounds, Figures, judge_canary
 from runtime.gateway.fleet import release
 from runtime.gateway.fleet.release import (
     BundleChoice,
+    PlanFile,
     ReleasePlan,
     ReleasePlanError,
     conversation_key,
     plan_path,
-    read_plan,
 )
 
 OLD, NEW = "a" * 64, "b" * 64
@@ -32,12 +32,13 @@ def plan(share: float) -> ReleasePlan:
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = plan_path(tmp_path / "fleet.yaml")
-    assert read_plan(path) is None
-    plan(0.25).write(path)
-    assert read_plan(path) == plan(0.25) and [one.name for one in tmp_path.iterdir()] == ["fleet.release.json"]
+    plans = PlanFile(path)
+    assert plans.read() is None
+    plans.write(plan(0.25))
+    assert plans.read() == plan(0.25) and [one.name for one in tmp_path.iterdir()] == ["fleet.release.json"]
     path.write_text("{}")
     with pytest.raises(ReleasePlanError, match="is no release plan"):
-        read_plan(path)
+        plans.read()
     with pytest.raises(ValidationError):
         ReleasePlan(stable=OLD, share=1.5, phase="canary")
 

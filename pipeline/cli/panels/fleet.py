@@ -44,10 +44,10 @@ def up(file: File, as_json: Json = False) -> None:
 
     Example: `tapeout fleet up fleet.yaml`
     """
-    from pipeline.cli.fleet import RayFleet, show_progress
+    from pipeline.cli.fleet import bring_up, show_progress
 
     show_progress()
-    _show(RayFleet(file).up(), as_json)
+    _show(bring_up(file), as_json)
 
 
 @commands.command()
@@ -78,6 +78,9 @@ def status(file: File, as_json: Json = False) -> None:
 def scale(
     file: File,
     engines: Annotated[str, typer.Argument(help="A number, which then stays; or auto: as the engines' reports say.")],
+    pool: Annotated[
+        str | None, typer.Option(help="prefill or decode: whose engines are meant, where the file has `pools`.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Have so many engines. Returns at once; one that goes first ends its requests.
@@ -88,7 +91,7 @@ def scale(
 
     if engines != "auto" and not (engines.isascii() and engines.isdigit()):
         raise RequestError(f"{engines!r} engines", expected="a number, or auto")
-    _show(RayFleet(file).scale(None if engines == "auto" else int(engines)), as_json)
+    _show(RayFleet(file).scale(None if engines == "auto" else int(engines), pool), as_json)
 
 
 @commands.command()

@@ -33,7 +33,7 @@ from runtime.gateway.fleet.totals import Totals
 from runtime.gateway.routing.choice import EngineOption
 from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.limits import QueueFullError
-from runtime.wire.messages import Delta, EngineInfo, EngineStats, GenerateRequest
+from runtime.wire.messages import Delta, EngineInfo, EngineStats, GenerateRequest, Pool
 from runtime.wire.start import EngineSettings
 from tapeout.errors import RequestError, TapeoutError
 
@@ -50,8 +50,8 @@ class _TimedOutError(Exception):
 
 
 class FleetClient:
-    """``cache``: a folder for files of bundles, by digest. ``patience``: see :class:`Patience`. ``scaler``: if it is to
-    say how many engines there should be.
+    """``cache``: a folder for files of bundles, by digest. ``patience``: see :class:`Patience`. ``scalers``: by pool,
+    if it is to say how many engines there should be.
 
     :meth:`open` waits for the first engine, and must come first.
     """
@@ -62,9 +62,9 @@ class FleetClient:
         cache: Path,
         *,
         patience: Patience | None = None,
-        scaler: FleetScaler | None = None,
+        scalers: Mapping[Pool, FleetScaler] | None = None,
     ) -> None:
-        self._patience, self._scaler = patience or Patience(), scaler
+        self._patience, self._scalers = patience or Patience(), scalers or {}
         self.router = FleetRouter()
         self._change = Change()
         self._members = Members(
@@ -76,8 +76,8 @@ class FleetClient:
             left=lambda replica: self._moves.leave_draining(replica),
         )
         self._flights: set[Flight] = set()
-        self._moves = Moves(self._flights, self._members, self.router, self._change)
         self._budget = RetryBudget(monotonic())
+        self._moves = Moves(self._flights, self._members, self.router, self._change, self._budget)
         self._random = Random()
         self._totals = Totals()
         self._stats, self._stats_until = EngineStats(), 0.0
@@ -121,6 +121,10 @@ class FleetClient:
     def ready(self) -> bool:
         return not self._draining and self._members.ready
 
+    def away(self) -> str:
+        """How the engines are, while none is ready: nobody here starts them again."""
+        return f"no engine is ready ({self._states()})"
+
     @property
     def healthy(self) -> bool:
         """To start a gateway again helps no engine."""
@@ -132,15 +136,19 @@ class FleetClient:
         return min(found, default=None)
 
     @property
-    def replicas_wanted(self) -> int | None:
-        """Engines that there should be, by the file of the fleet; None if it has no `scaling`."""
-        listing = self._members.listing
-        if self._scaler is None or listing is None:
-            return None
+    def replicas_wanted(self) -> Mapping[Pool, int]:
+        """Engines that there should be of each pool, by the file of the fleet; none if it has no `scaling`."""
+        listing, found = self._members.listing, dict[Pool, int]()
+        if listing is None:
+            return found
         # Nobody starts external servers by this number.
         ready = [one for one in self._members.listed.values() if one.ready and one.address in listing.engines]
-        reports = {one.address: EngineReport(self.router.load(one.address), one.stats) for one in ready}
-        return self._scaler.look(reports, monotonic())
+        for pool, scaler in self._scalers.items():
+            reports = {
+                one.address: EngineReport(self.router.load(one.address), one.stats) for one in ready if one.pool == pool
+            }
+            found[pool] = scaler.look(reports, monotonic())
+        return found
 
     def statuses(self) -> list[ReplicaStatus]:
         own = Counter(flight.replica for flight in self._flights)
@@ -181,7 +189,7 @@ class FleetClient:
                     while True:
                         for delta in await stream.next():
                             if delta.tokens:
-                                if not flight.answered and replica.pool == "prefill":
+                                if flight.brought < flight.attempts and replica.pool == "prefill":
                                     self._moves.hand_over(flight)
                                 flight.brings(delta.tokens, connection.info.level)
                                 failures = 0
@@ -291,15 +299,17 @@ class FleetClient:
         which = f"engine of level {flight.level}" if flight.answered and flight.level else "engine"
         if len(self.bundles) > 1:
             which += f" of bundle {flight.digest[:12]}"
-        # "open" is the breaker's word: of engines it reads as its opposite.
-        named = {ReplicaState.OPEN: "not answering", ReplicaState.HALF_OPEN: "being tried again"}
-        states = Counter(named.get(replica.state, replica.state.value) for replica in self._members.all)
-        here = ", ".join(f"{count} {state}" for state, count in states.items()) or "none listed"
         return EngineDownError(
-            f"no {which} has taken the request for {self._patience.wait:g} seconds ({here})",
+            f"no {which} has taken the request for {self._patience.wait:g} seconds ({self._states()})",
             expected="at least one that is ready",
             remedy="retry later, and look at the engines",
         )
+
+    def _states(self) -> str:
+        # "open" is the breaker's word: of engines it reads as its opposite.
+        named = {ReplicaState.OPEN: "not answering", ReplicaState.HALF_OPEN: "being tried again"}
+        states = Counter(named.get(replica.state, replica.state.value) for replica in self._members.all)
+        return ", ".join(f"{count} {state}" for state, count in states.items()) or "none listed"
 
     def _replica_changed(self, replica: Replica) -> None:
         self._moves.leave_silent(replica)

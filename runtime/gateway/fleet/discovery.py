@@ -9,7 +9,11 @@ The static file is YAML::
     external:                      # servers of another kind, see runtime/gateway/fleet/external.py
       - {url: "http://10.0.0.21:8000/v1", model: llama, text: exported/llama, key: vllm.key}
     scaling: {least: 2, most: 8}   # if the gateway is to say how many engines there should be
+    pools:                         # the same of each pool, instead of scaling
+      prefill: {least: 1, most: 4}
+      decode: {least: 1, most: 4}
     slo: {availability: 0.999}     # see :mod:`tapeout.slo`; read once, when the gateway starts
+    releases: postgresql://db      # where the release plan lies, instead of beside this file
 
 Instead of ``engines`` it may say what ``tapeout fleet up`` starts (``up``; the engines are then those that run), or
 name a ``table`` (a database, :mod:`runtime.gateway.fleet.table_discovery`) or ``kubernetes``
@@ -18,6 +22,7 @@ name a ``table`` (a database, :mod:`runtime.gateway.fleet.table_discovery`) or `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol
 
@@ -26,9 +31,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from runtime.gateway.fleet.external import ExternalServer
 from runtime.gateway.fleet.plan import FleetPlan
-from runtime.gateway.fleet.release import ReleasePlan, plan_path, read_plan
-from runtime.gateway.fleet.scaling import ScalingSettings
+from runtime.gateway.fleet.release import PlanFile, PlanStore, ReleasePlan, plan_path
+from runtime.gateway.fleet.scaling import PoolScaling, PoolsSettings, ScalingSettings
 from runtime.wire.address import Address, read_key
+from runtime.wire.messages import Pool
 from tapeout.errors import TapeoutError, one_line
 from tapeout.file_errors import file_problem
 from tapeout.slo import ServiceLevelObjectives
@@ -87,7 +93,11 @@ class _External(BaseModel):
 
 
 class FleetFile(BaseModel):
-    """``up``: what ``tapeout fleet`` starts. ``scaling``: what the number of engines depends on."""
+    """``up``: what ``tapeout fleet`` starts. ``releases``: the database with the release plan.
+
+    ``scaling``: what the number of engines depends on; ``pools``: the same where there are engines for prompts and
+    others for what follows.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -98,14 +108,41 @@ class FleetFile(BaseModel):
     external: tuple[_External, ...] = ()
     key: Path | None = None
     scaling: ScalingSettings | None = None
+    pools: PoolsSettings | None = None
     slo: ServiceLevelObjectives | None = None
+    releases: str | None = None
 
     @model_validator(mode="after")
     def _require_one_source(self) -> FleetFile:
         sources = sum(source is not None for source in (self.engines, self.table, self.kubernetes, self.up))
         if sources > 1 or not (sources or self.external):
             raise ValueError("one of `engines`, `table`, `kubernetes` and `up` is needed, or `external`")
+        if sources and self.external:
+            raise ValueError(
+                "`external` beside engines of our own: they are different bundles, and a gateway answers with one; "
+                "write a file for each of them, and start a gateway with each"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _require_one_scaling(self) -> FleetFile:
+        if self.pools is not None and self.scaling is not None:
+            raise ValueError("`scaling` is of a fleet without `pools`: each pool has its own `least`, `most` and so on")
+        if self.pools is None and self.up is not None and (self.up.prefill or self.up.decode):
+            raise ValueError("`up.prefill` and `up.decode` are of engines in `pools`, which the file does not have")
+        return self
+
+    @property
+    def scalings(self) -> Mapping[Pool, PoolScaling]:
+        """By pool; none where the file does not say what the number of engines depends on."""
+        if self.pools is not None:
+            return self.pools.by_pool
+        return {} if self.scaling is None else {"mixed": self.scaling}
+
+    @property
+    def started(self) -> Mapping[Pool, PoolScaling]:
+        """The same of engines that are started by this file: one, where it does not say how many."""
+        return self.scalings or {"mixed": ScalingSettings()}
 
     @classmethod
     def read(cls, path: Path) -> FleetFile:
@@ -116,7 +153,7 @@ class FleetFile(BaseModel):
             found = cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
             raise FleetFileError(
-                f"{path} cannot be used: {file_problem(error)}",
+                f"{path} cannot be used: {file_problem(error, cls)}",
                 expected="YAML with one of `engines`, `table`, `kubernetes`, `up` and `external`, and `key`",
                 remedy="docs/fleet.md has examples",
             ) from error
@@ -126,18 +163,19 @@ class FleetFile(BaseModel):
 
 
 class FromFile:
-    """A :class:`Discovery`: of the engines in the file, or of those of another ``source``.
+    """A :class:`Discovery`: of the engines in the file, or of those of another ``source``. ``plans``: of releases,
+    by default in a file beside it.
 
     The file, its key, its external servers and its release plan are read at every look: all are small.
     """
 
-    def __init__(self, path: Path, source: Discovery | None = None) -> None:
-        self._path, self._source = path, source
+    def __init__(self, path: Path, source: Discovery | None = None, plans: PlanStore | None = None) -> None:
+        self._path, self._source, self._plans = path, source, plans or PlanFile(plan_path(path))
 
     def read(self) -> Listing:
         found = FleetFile.read(self._path)
         listing = self._source.read() if self._source else self._listed(found)
-        return listing._replace(external=_servers(found), plan=read_plan(plan_path(self._path)))
+        return listing._replace(external=_servers(found), plan=self._plans.read())
 
     def _listed(self, found: FleetFile) -> Listing:
         if found.engines is None and not found.external:

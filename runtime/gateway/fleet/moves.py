@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine
 from contextlib import suppress
+from random import Random
 from time import monotonic
 
 from runtime.gateway.fleet.change import Change
+from runtime.gateway.fleet.connection import FleetConnection
 from runtime.gateway.fleet.flight import ElsewhereError, Flight, MovedError
 from runtime.gateway.fleet.members import Members
 from runtime.gateway.fleet.replica import Replica, ReplicaState
+from runtime.gateway.fleet.retries import RetryBudget, retry_seconds
 from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.messages import FetchAhead, WarmUp
 
@@ -29,10 +32,13 @@ WARM_SHARE = 0.5  # of a new engine's blocks that may come from others before it
 
 
 class Moves:
-    """``flights``: all requests on their way, as they come and go."""
+    """``flights``: all requests on their way, as they come and go. ``budget``: of what is tried again."""
 
-    def __init__(self, flights: Collection[Flight], members: Members, router: FleetRouter, change: Change) -> None:
+    def __init__(
+        self, flights: Collection[Flight], members: Members, router: FleetRouter, change: Change, budget: RetryBudget
+    ) -> None:
         self._flights, self._members, self._router, self._change = flights, members, router, change
+        self._budget, self._random = budget, Random()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changing_over = asyncio.Lock()  # one stream after another
 
@@ -63,7 +69,7 @@ class Moves:
         if not replica.suspected:
             return
         for flight in list(self._flights):
-            if flight.runs_on(replica) and (flight.resumes or not flight.answered) and self._has_other(flight, replica):
+            if flight.runs_on(replica) and (flight.resumes or not flight.answered) and self._others(flight, replica):
                 flight.give_up(ElsewhereError(f"the engine at {replica.address} is silent"))
 
     def leave_draining(self, replica: Replica) -> None:
@@ -97,7 +103,7 @@ class Moves:
         """From an engine that drains."""
         until = monotonic() + AHEAD_SECONDS
         while self._can_move(flight, replica):
-            await self._fetch_ahead(flight, replica, until, MOST_TAIL)
+            await self._fetch_ahead(flight, replica, until)
             async with self._changing_over:
                 if not self._can_move(flight, replica):
                     return
@@ -114,48 +120,79 @@ class Moves:
             return
 
     async def _hand_over(self, flight: Flight) -> None:
-        replica = flight.replica
-        if replica is None or not self._can_move(flight, replica):
-            return
-        if not self._stays(replica):  # it drains, and its requests leave anyway
-            return
-        target = self._target(flight, replica)
-        if target is None:
-            return
-        if not self._router.hand_over_pays(flight.next_request(), replica.address, target.address):
-            return
-        await self._fetch_ahead(flight, replica, monotonic() + AHEAD_SECONDS)
-        if self._can_move(flight, replica) and self._target(flight, replica) is not None:
-            flight.keep_blocks()
-            flight.give_up(MovedError(f"the engine at {replica.address} is for prompts"))
+        """Again and again, while the request is on an engine that is for prompts. Where the other engine was lost, or
+        has not got the blocks in time, the next one is tried, which takes from the budget of retries. Where blocks have
+        not come and there is no other engine, the request goes on there without them.
+        """
+        replica, attempts, failed, looks = flight.replica, flight.attempts, set[Replica](), 0
+        while replica is not None and flight.attempts == attempts and self._could_move(flight, replica):
+            if not self._stays(replica):  # it drains, and its requests leave anyway
+                return
+            found = [one for one in self._others(flight, replica) if one.ready and one.pool != "prefill"]
+            target = self._best(flight, [one for one in found if one not in failed] or found)
+            if (
+                target is not None
+                and self._router.hand_over_pays(flight.next_request(), replica.address, target.address)
+                and (not failed or self._budget.take(monotonic()))
+            ):
+                has_blocks = await self._fetched(flight, replica, target)
+                failed.add(target)
+                if target.ready and (has_blocks or failed.issuperset(found)) and self._can_move(flight, replica):
+                    flight.keep_blocks()
+                    flight.give_up(MovedError(f"the engine at {replica.address} is for prompts"))
+                    return
+            looks += 1
+            await asyncio.sleep(retry_seconds(looks, self._random))
 
-    async def _fetch_ahead(self, flight: Flight, replica: Replica, until: float, most_tail: int | None = None) -> None:
-        """Until the engine that a request would go on on has all its full blocks, and no more tokens lie behind them.
+    async def _fetched(self, flight: Flight, replica: Replica, target: Replica) -> bool:
+        """Have another engine fetch all full blocks of a request. Whether it has them, or no engine could."""
+        until, connection, asked = monotonic() + AHEAD_SECONDS, target.connection, 0
+        while connection is not None and target.connection is connection and target.ready:
+            if not (flight.moves_blocks and connection.info.moves_blocks):
+                return True
+            keys = flight.block_keys()
+            if asked < len(keys):
+                self._ask(connection, flight, replica)
+                asked = len(keys)
+            if self._has_blocks(target, keys):
+                return True
+            if monotonic() > until or not self._can_move(flight, replica):
+                return False
+            await asyncio.sleep(ARRIVE_SECONDS)
+        return False
+
+    async def _fetch_ahead(self, flight: Flight, replica: Replica, until: float) -> None:
+        """Until the engine that a request would go on on has all its full blocks, and few tokens lie behind them.
 
         At once where blocks cannot be moved there.
         """
         target, asked = None, 0
         while self._can_move(flight, replica) and monotonic() < until:
             if target is None or not target.ready:
-                target, asked = self._target(flight, replica), 0
+                target, asked = self._best(flight, self._others(flight, replica)), 0
             connection = None if target is None else target.connection
             if target is None or connection is None or not (flight.moves_blocks and connection.info.moves_blocks):
                 return
             keys = flight.block_keys()
             if asked < len(keys):
-                tokens = (*flight.request.prompt, *flight.answered)
-                connection.send(FetchAhead(tokens, flight.request.cache_salt, replica.address))
+                self._ask(connection, flight, replica)
                 asked = len(keys)
-            there = self._router.index.resumable(keys).get(target.address, 0) == len(keys)
-            if there and (most_tail is None or flight.tail <= most_tail):
+            if self._has_blocks(target, keys) and flight.tail <= MOST_TAIL:
                 return
             await asyncio.sleep(ARRIVE_SECONDS)
 
-    def _target(self, flight: Flight, replica: Replica) -> Replica | None:
-        """The engine on which a request would go on. From one that stays it goes to none that is for prompts, too."""
-        found = flight.candidates(self._members.listed.values(), {replica})
-        if self._stays(replica):
-            found = [one for one in found if one.pool != "prefill"]
+    def _ask(self, connection: FleetConnection, flight: Flight, replica: Replica) -> None:
+        tokens = (*flight.request.prompt, *flight.answered)
+        connection.send(FetchAhead(tokens, flight.request.cache_salt, replica.address))
+
+    def _has_blocks(self, target: Replica, keys: list[bytes]) -> bool:
+        return self._router.index.resumable(keys).get(target.address, 0) == len(keys)
+
+    def _others(self, flight: Flight, replica: Replica) -> list[Replica]:
+        """Engines on which a request could go on."""
+        return flight.candidates(self._members.listed.values(), {replica})
+
+    def _best(self, flight: Flight, found: Collection[Replica]) -> Replica | None:
         if not found:
             return None
         option = self._router.choose(flight.next_request(), [one.address for one in found], flight.session)[0]
@@ -168,16 +205,11 @@ class Moves:
         """One without a token stays until it has some: its blocks are not there yet. One that no other engine can go
         on with ends where it is.
         """
-        return (
-            flight in self._flights
-            and flight.runs_on(replica)
-            and bool(flight.answered)
-            and flight.resumes
-            and self._has_other(flight, replica)
-        )
+        return self._could_move(flight, replica) and bool(self._others(flight, replica))
 
-    def _has_other(self, flight: Flight, replica: Replica) -> bool:
-        return bool(flight.candidates(self._members.listed.values(), {replica}))
+    def _could_move(self, flight: Flight, replica: Replica) -> bool:
+        """If there were another engine."""
+        return flight in self._flights and flight.runs_on(replica) and bool(flight.answered) and flight.resumes
 
 
 def _known_blocks(replica: Replica) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from runtime.wire.messages import Pool
 
 LOCAL = "local"
 # It is in paths of Unix sockets, which have at most 107 bytes.
@@ -20,6 +22,13 @@ class EnginePlan(BaseModel):
     cpus: Annotated[float, Field(ge=0)] = 1.0
     resources: Mapping[str, float] = {}
     options: tuple[str, ...] = ()
+
+    @field_validator("options")
+    @classmethod
+    def _refuse_pool(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        if any(option.partition("=")[0] == "--pool" for option in options):
+            raise ValueError("`--pool` is no option here: `pools` in the file says how many engines each pool has")
+        return options
 
 
 class GatewayPlan(BaseModel):
@@ -39,6 +48,7 @@ class FleetPlan(BaseModel):
     """``ray``: the address of a cluster, HOST:PORT, or ``local``: one of its own on this machine.
 
     ``bundle``: a folder on every machine, or models:/NAME@ALIAS. ``drain_seconds``: that requests have to end.
+    ``prefill`` and ``decode``: engines of these pools, where they differ from ``engines``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,5 +57,12 @@ class FleetPlan(BaseModel):
     name: Name = "tapeout"
     ray: str = LOCAL
     engines: EnginePlan = EnginePlan()
+    prefill: EnginePlan | None = None
+    decode: EnginePlan | None = None
     gateways: GatewayPlan = GatewayPlan()
     drain_seconds: Annotated[float, Field(ge=0)] = 30.0
+
+    def engine(self, pool: Pool) -> EnginePlan:
+        """Of an engine of this pool."""
+        own = {"prefill": self.prefill, "decode": self.decode}
+        return own.get(pool) or self.engines

@@ -2,7 +2,8 @@
 
 A conversation stays with the bundle that it began on while an engine serves that. A new one goes to the candidate where
 the hash of its opening falls into the candidate's share: the same in every gateway, and a share that grows only adds
-conversations. The plan is a file beside the list of engines, which `tapeout fleet release` writes and gateways read.
+conversations. The plan is a file beside the list of engines, or in a database where gateways do not see one folder
+(:mod:`runtime.gateway.fleet.release_table`). `tapeout fleet release` writes it, and gateways read it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -57,11 +58,44 @@ class ReleasePlan(BaseModel):
         """
         return self.candidate if int.from_bytes(key) < self.share * 256**KEY_BYTES else self.stable
 
-    def write(self, path: Path) -> None:
+
+class PlanStore(Protocol):
+    """Where a plan lies. Methods raise :class:`ReleasePlanError`."""
+
+    def read(self) -> ReleasePlan | None:
+        """None where there is none."""
+        ...
+
+    def write(self, plan: ReleasePlan) -> None:
         """In one step: a gateway may read it at any time."""
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        ...
+
+
+class PlanFile:
+    """A :class:`PlanStore`. ``str`` of it says where it is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def read(self) -> ReleasePlan | None:
+        try:
+            return ReleasePlan.model_validate_json(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise ReleasePlanError(
+                f"{self._path} is no release plan: {file_problem(error, ReleasePlan)}",
+                expected="a file that `tapeout fleet release` has written",
+                remedy="remove it, and release again",
+            ) from error
+
+    def write(self, plan: ReleasePlan) -> None:
+        part = self._path.with_name(f".{self._path.name}.part")
+        part.write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        part.replace(self._path)
 
 
 def plan_path(fleet: Path) -> Path:
@@ -71,20 +105,6 @@ def plan_path(fleet: Path) -> Path:
     'fleet.release.json'
     """
     return fleet.with_suffix(".release.json")
-
-
-def read_plan(path: Path) -> ReleasePlan | None:
-    """None where there is no file."""
-    try:
-        return ReleasePlan.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError) as error:
-        raise ReleasePlanError(
-            f"{path} is no release plan: {file_problem(error)}",
-            expected="a file that `tapeout fleet release` has written",
-            remedy="remove it, and release again",
-        ) from error
 
 
 def conversation_key(opening: bytes) -> bytes:

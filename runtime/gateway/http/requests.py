@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 from runtime.gateway.http.generation import ResponseChoice
@@ -105,6 +106,8 @@ def choices_of(
         raise invalid(f"min_tokens is {minimum}; expected: at most {call.max_new_tokens} new tokens", "min_tokens")
     stop_strings, stop_tokens = _stops(body, info, limits)
     sampling = _sampling(body, model, info)
+    if sampling.seed is None and call.idempotency_key:
+        sampling = replace(sampling, seed=_seed_of(call.idempotency_key))
     template = GenerateRequest(
         id="",
         prompt=(),
@@ -204,6 +207,11 @@ def _choice(choices: Sequence[str], param: str) -> Constraint:
     if not choices:
         raise invalid("there is no choice; expected: at least one string", param)
     return Constraint("choice", json.dumps(list(choices)))
+
+
+def _seed_of(idempotency_key: str) -> int:
+    """The same in every gateway, so that a request that is sent again has the same answer."""
+    return int.from_bytes(blake2b(idempotency_key.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 def _sampling(body: GenerationBody, model: TextModel, info: EngineInfo) -> SamplingSettings:

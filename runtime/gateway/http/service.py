@@ -78,6 +78,7 @@ class Service:
             digest=model.digest,
             caller=state.get(CALLER, Caller()),
             prompts=prompts,
+            idempotency_key=request.headers.get("idempotency-key", ""),
             **values,
         )
 

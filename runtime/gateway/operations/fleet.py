@@ -19,6 +19,7 @@ from runtime.gateway.http.sse import JsonResponse
 from runtime.gateway.operations.engine_metrics import ENGINE_COUNTERS, EngineSeries, kv_usage
 from runtime.gateway.operations.metrics import TTFT_BUCKETS
 from runtime.gateway.protocol.calls import Call, Hook
+from runtime.wire.messages import Pool
 
 SERVER_FAULT = 500  # of the HTTP statuses, the least
 FLEET_COUNTERS = {
@@ -30,18 +31,22 @@ FLEET_COUNTERS = {
 
 
 class Fleet(Protocol):
-    """``counts``: by name of :data:`FLEET_COUNTERS`. ``replicas_wanted``: None where nobody has said by what."""
+    """``counts``: by name of :data:`FLEET_COUNTERS`. ``replicas_wanted``: by pool, if it was said by what."""
 
     @property
     def counts(self) -> Mapping[str, int]: ...
 
     @property
-    def replicas_wanted(self) -> int | None: ...
+    def replicas_wanted(self) -> Mapping[Pool, int]: ...
 
     @property
     def plan(self) -> ReleasePlan | None: ...
 
     def statuses(self) -> Sequence[ReplicaStatus]: ...
+
+    def away(self) -> str:
+        """How the engines are, while none is ready."""
+        ...
 
 
 @dataclass
@@ -79,8 +84,10 @@ class FleetView(Collector, Hook):
             for state in ReplicaState:
                 states.add_metric([status.address, state.value], float(status.state is state))
         yield states
-        if (wanted := self._fleet.replicas_wanted) is not None:
-            yield GaugeMetricFamily("tapeout:replicas_wanted", "Engines that there should be.", value=wanted)
+        wanted = GaugeMetricFamily("tapeout:replicas_wanted", "Engines that there should be.", labels=["pool"])
+        for pool, engines in self._fleet.replicas_wanted.items():
+            wanted.add_metric([pool], engines)
+        yield wanted
         calls = CounterMetricFamily("tapeout:bundle_calls", "Calls that a bundle has answered.", labels=["bundle"])
         failed = CounterMetricFamily("tapeout:bundle_failed_calls", "Of those, with a fault.", labels=["bundle"])
         for digest, figures in self.figures.items():

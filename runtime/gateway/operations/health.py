@@ -12,12 +12,18 @@ from runtime.gateway.engines.client import EngineClient
 
 
 class Health:
-    """``draining``: the server was told to stop. ``limited``: limits that others know, too, can be looked up."""
+    """``draining``: the server was told to stop. ``limited``: limits that others know, too, can be looked up.
+    ``away``: why no request is taken while no engine is ready.
+    """
 
     def __init__(
-        self, client: EngineClient, draining: Callable[[], bool], limited: Callable[[], bool] = lambda: True
+        self,
+        client: EngineClient,
+        draining: Callable[[], bool],
+        limited: Callable[[], bool] = lambda: True,
+        away: Callable[[], str] = lambda: "the engine is being started again",
     ) -> None:
-        self._client, self._draining, self._limited = client, draining, limited
+        self._client, self._draining, self._limited, self._away = client, draining, limited, away
 
     def unhealthy(self) -> str | None:
         """Why the server should be restarted, unless the engine is healthy again soon."""
@@ -34,7 +40,7 @@ class Health:
         if unhealthy := self.unhealthy():
             return unhealthy
         if not self._client.ready:
-            return "the engine is being started again"
+            return self._away()
         return None if self._limited() else "the database of the limits has not answered since this server started"
 
     def routes(self) -> list[Route]:

@@ -93,6 +93,7 @@ class Operations:
             client,
             lambda: self._service is not None and self._service.draining,
             lambda: shared is None or shared.reached,
+            **({} if fleet is None else {"away": fleet.away}),
         )
         self.keys = Keys(settings.api_keys, settings.keys_file, self.shared and self.shared.quota)
         self.usage = Usage(settings.usage_database, settings.usage_journal) if settings.usage_database else None

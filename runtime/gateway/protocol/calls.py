@@ -45,10 +45,12 @@ class Call:
     """``n`` responses to each of the ``prompts`` (token ids), whose tokens count once. Times are ``time.monotonic()``.
 
     ``conversation``: the messages, or the texts of the prompts (None for token ids). ``session``: see
-    :meth:`EngineClient.generate`. ``queue_seconds``: of the choice that came first, until its first step. ``level``: of
-    that choice, see :meth:`EngineClient.level_of`. ``cached``: prompt tokens that were found in KV blocks, by prompt.
-    ``finish_reasons`` and ``responses`` (pieces of text): by index of the choice, ``prompt * n + response``. ``error``:
-    why the call failed. ``cancelled``: the client went away first. ``answer``: a hook's, from :meth:`Hook.admit`.
+    :meth:`EngineClient.generate`. ``idempotency_key``: the client's name of this request, under which it may send it
+    again: what is drawn without a seed is drawn from it. ``queue_seconds``: of the choice that came first, until its
+    first step. ``level``: of that choice, see :meth:`EngineClient.level_of`. ``cached``: prompt tokens that were found
+    in KV blocks, by prompt. ``finish_reasons`` and ``responses`` (pieces of text): by index of the choice, ``prompt * n
+    + response``. ``error``: why the call failed. ``cancelled``: the client went away first. ``answer``: a hook's, from
+    :meth:`Hook.admit`.
     """
 
     id: str
@@ -65,6 +67,7 @@ class Call:
     created: int = field(default_factory=lambda: int(time.time()))
     conversation: Sequence[Any] = ()
     session: str = ""
+    idempotency_key: str = ""
     queue_seconds: float | None = None
     level: str = ""
     first_token: float | None = None

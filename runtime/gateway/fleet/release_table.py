@@ -1,0 +1,88 @@
+"""The release plan in a database, for gateways and commands that do not see one folder.
+
+Nothing of a change is in a gateway or in the command that began it: whichever dies, another command goes on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from runtime.gateway.fleet.release import ReleasePlan, ReleasePlanError
+from tapeout.database import create_tables, open_database
+from tapeout.errors import one_line
+from tapeout.file_errors import file_problem
+
+if TYPE_CHECKING:
+    from sqlalchemy import Table
+
+
+class PlanTable:
+    """A :class:`runtime.gateway.fleet.release.PlanStore`. ``url``: of SQLAlchemy; ``fleet``: the name of its row.
+
+    :class:`tapeout.database.DatabaseError` for a wrong URL; the database need not answer yet.
+    """
+
+    def __init__(self, url: str, fleet: str) -> None:
+        self._engine, self._table, self._fleet, self._created = open_database(url, "releases"), _table(), fleet, False
+
+    def __str__(self) -> str:
+        return f"the plan {self._fleet} in {self._engine.url.render_as_string(hide_password=True)}"
+
+    def read(self) -> ReleasePlan | None:
+        import sqlalchemy as sa
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            self._create()
+            with self._engine.connect() as connection:
+                query = sa.select(self._table.c.plan).where(self._table.c.fleet == self._fleet)
+                found = connection.execute(query).scalar_one_or_none()
+        except SQLAlchemyError as error:
+            raise self._away(error) from error
+        try:
+            return None if found is None else ReleasePlan.model_validate_json(found)
+        except ValidationError as error:
+            raise ReleasePlanError(
+                f"{self} is no release plan: {file_problem(error, ReleasePlan)}",
+                expected="what `tapeout fleet release` has written",
+                remedy="remove that row, and release again",
+            ) from error
+
+    def write(self, plan: ReleasePlan) -> None:
+        import sqlalchemy as sa
+        from sqlalchemy.exc import SQLAlchemyError
+
+        row = {"fleet": self._fleet, "plan": plan.model_dump_json()}
+        try:
+            self._create()
+            with self._engine.begin() as connection:
+                of_fleet = sa.update(self._table).where(self._table.c.fleet == self._fleet)
+                if not connection.execute(of_fleet.values(row)).rowcount:
+                    connection.execute(sa.insert(self._table).values(row))
+        except SQLAlchemyError as error:
+            raise self._away(error) from error
+
+    def _away(self, error: Exception) -> ReleasePlanError:
+        return ReleasePlanError(
+            f"the database of the release plan does not answer: {one_line(error)}",
+            expected="a database that answers",
+            remedy="start it; a release goes on where it was when its command is run again",
+        )
+
+    def _create(self) -> None:
+        if not self._created:
+            create_tables(self._engine, self._table.metadata)
+            self._created = True
+
+
+def _table() -> Table:
+    import sqlalchemy as sa
+
+    return sa.Table(
+        "release_plans",
+        sa.MetaData(),
+        sa.Column("fleet", sa.String(64), primary_key=True),
+        sa.Column("plan", sa.Text, nullable=False),
+    )
