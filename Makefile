@@ -44,7 +44,7 @@ style: $(INSTALLED)
 	ruff format --check .
 	ruff check .
 	lint-imports
-	clang-format --dry-run --Werror engines/kernels/*/source/* tests/sanitizers/*.[ch]
+	clang-format --dry-run --Werror engines/kernels/*/source/* benchmarks/peers/*.c tests/sanitizers/*.[ch]
 
 types: $(INSTALLED)
 	pyright

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,9 +21,14 @@ HERE = Path(__file__).parent
 # The requirements files list every package that is needed, so pip resolves no dependencies. optimum-intel requires
 # torchvision, which a text model never uses, and whose usual build does not load with a CPU build of torch.
 PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--no-deps")
-# llama.cpp is compiled for this processor, as its documentation recommends, and without image support.
-BUILD_OPTIONS = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF"}
-BUILT_FROM_SOURCE = {"llama-cpp": ("--no-binary", "llama-cpp-python")}
+LIMITS = "see docs/benchmarks/peers.md"
+FOR_AVX2 = "-avx2"  # ends the name of an environment that is compiled for AVX2
+# llama.cpp is compiled, for this processor, as its documentation recommends, or for AVX2; without image support.
+COMPILED = {
+    "llama-cpp": "-DGGML_NATIVE=ON",
+    f"llama-cpp{FOR_AVX2}": "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON",
+}
+BUILT_FROM_SOURCE = ("--no-binary", "llama-cpp-python")
 # Peers that the user builds; the variable names the folder of the build.
 EXTERNAL = {"ik-llama": "TAPEOUT_IK_LLAMA"}
 REPORTED = ("onnxruntime", "openvino", "optimum", "nncf", "llama", "vllm", "torch", "transformers")
@@ -37,7 +43,29 @@ def peers_folder() -> Path:
 
 
 def requirements(environment: str) -> Path:
-    return HERE / f"requirements-{environment}.txt"
+    return HERE / f"requirements-{environment.removesuffix(FOR_AVX2)}.txt"
+
+
+def limited(system: System) -> System:
+    """The same peer, compiled for AVX2 where it is compiled when it is installed."""
+    name = f"{system.environment}{FOR_AVX2}"
+    return replace(system, environment=name) if name in COMPILED else system
+
+
+def hiding_library() -> Path:
+    """``hide_features.c``, compiled: preloaded, it makes ``cpuid`` report AVX2 and nothing newer.
+
+    :class:`PeerError` if it does not compile.
+    """
+    source = HERE / "hide_features.c"
+    library = peers_folder() / f"hide-features-{hashlib.sha256(source.read_bytes()).hexdigest()[:12]}.so"
+    if not library.is_file():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        words = ("-m", "ziglang", "cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source))
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+        if done.returncode:
+            raise PeerError(f"{source} does not compile: {done.stderr[-500:]}", remedy="use Linux on x86-64")
+    return library
 
 
 def python_of(environment: str) -> Path:
@@ -55,7 +83,7 @@ def build_of(environment: str) -> Path:
         raise PeerError(
             f"skipped: ${variable} is {os.environ.get(variable) or 'not set'}",
             expected="the folder of a build",
-            remedy="see docs/benchmarks/peers.md",
+            remedy=LIMITS,
         )
     return folder.resolve()
 
@@ -75,16 +103,18 @@ def install(environment: str, progress: Callable[[str], None]) -> None:
     if stamp.is_file() and stamp.read_text() == digest:
         return
     progress(f"installing {environment} into {folder}")
+    from_source = BUILT_FROM_SOURCE if environment in COMPILED else ()
+    build_options = {"CMAKE_ARGS": f"{COMPILED.get(environment, '')} -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF"}
     commands = [
         [sys.executable, "-m", "venv", str(folder)],
-        [str(folder / "bin/python"), *PIP, *BUILT_FROM_SOURCE.get(environment, ()), "-r", str(pins)],
+        [str(folder / "bin/python"), *PIP, *from_source, "-r", str(pins)],
     ]
     log = peers_folder() / f"{environment}.install.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as stream:
         for command in commands:
             code = subprocess.run(
-                command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **BUILD_OPTIONS}, check=False
+                command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **build_options}, check=False
             ).returncode
             if code:
                 raise PeerError(

@@ -28,10 +28,13 @@ class PeerProcess:
     """One peer, which runs from the first command to the last. Between commands it can be paused (SIGSTOP).
 
     A paused peer uses no processor time, even if its idle threads spin, so only the peer that is timed runs.
+    ``preload``: a library that is loaded before all others.
     """
 
-    def __init__(self, adapter: str, python: Path, log: Path, threads: int = 2) -> None:
+    def __init__(self, adapter: str, python: Path, log: Path, threads: int = 2, *, preload: Path | None = None) -> None:
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        if preload:
+            limits["LD_PRELOAD"] = str(preload)
         hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
         self.adapter, self._log = adapter, log

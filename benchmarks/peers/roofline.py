@@ -24,10 +24,13 @@ TURNS = 40
 STEPS = 5  # of a turn
 
 
-def in_turns(folder: Path, threads: int, prompt: Sequence[int], turns: int = TURNS) -> Turns:
-    """Decode one sequence of the bundle in ``folder``; between turns of ``STEPS`` steps read the memory."""
+def in_turns(folder: Path, threads: int, prompt: Sequence[int], turns: int = TURNS, level: str = "") -> Turns:
+    """Decode one sequence of the bundle in ``folder``; between turns of ``STEPS`` steps read the memory.
+
+    ``level``: of native kernels; default the best of this processor.
+    """
     step_bytes = artifact.load(folder, EngineBundle).record.step_bytes
-    with closing(Sequences(load(folder, threads=threads, slots=1))) as engine:
+    with closing(Sequences(load(folder, threads=threads, slots=1, level=level))) as engine:
         chosen, length = [int(engine.prefill(0, prompt)[0].argmax())], len(prompt)
         reads, steps = [read_bandwidth(threads, trials=1)], []
         for _ in range(turns):

@@ -33,6 +33,8 @@ from tapeout import artifact
 from tapeout.errors import EvidenceError, ExitCode, TapeoutError
 from tapeout.portable_graph import PortableGraph
 
+OUR_LEVELS = {"avx2": "x86-64-avx2"}  # of native kernels, by the instructions that all engines are held to
+
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -45,6 +47,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="NAME=FOLDER",
         help="with --shape, one more bundle, with the schemes of this plan for another model; may be repeated",
     )
+    parser.add_argument("--isa", choices=sorted(OUR_LEVELS), default="", help="hold all engines to these instructions")
     parser.add_argument("--peers", default="", help="only peers whose name contains one of these comma-separated words")
     parser.add_argument("--reference", type=Path, default=Path("artifacts/baseline"), help="float bundle")
     parser.add_argument("--checkpoint", type=Path, default=Path("artifacts/graph"))
@@ -71,10 +74,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def our_systems(words: Sequence[str]) -> dict[System, Path]:
+def our_systems(words: Sequence[str], isa: str = "") -> dict[System, Path]:
     """Bundles from ``NAME=FOLDER``; their bits per weight are added later. :class:`EvidenceError` for other words."""
     return {
-        System(f"tapeout {name}", "ours", OURS, name, weight_bits=0, ours=True): folder
+        System(f"tapeout {name}", "ours", OURS, OUR_LEVELS.get(isa, ""), weight_bits=0, ours=True): folder
         for name, folder in named_folders("--ours", words, "near-lossless=artifacts/candidate").items()
     }
 
@@ -124,13 +127,20 @@ class Harness:
 
     def open(self, systems: dict[System, Path]) -> None:
         max_batch = max(self.options.batches)
+        hiding = environments.hiding_library() if self.options.isa else None
         longest = max(self.options.prompt_tokens + self.options.new_tokens + 2, *self.options.prefill_tokens) + 2
         for system, folder in systems.items():
             self.progress(f"loading {system.name}")
             python = environments.python_of(system.environment)
-            process = PeerProcess(system.adapter, python, environments.log_of(system), self.options.threads)
+            process = PeerProcess(
+                system.adapter,
+                python,
+                environments.log_of(system),
+                self.options.threads,
+                preload=None if system.ours else hiding,
+            )
             try:
-                self.loaded[system.name] = process.ask(
+                loaded = process.ask(
                     "load",
                     folder=str(folder.resolve()),
                     variant=system.variant,
@@ -138,12 +148,17 @@ class Harness:
                     max_batch=max_batch,
                     max_tokens=longest,
                 )
-            except PeerFailedError as error:
+                if hiding and loaded["avx512"] and not system.ours:
+                    raise environments.PeerError(
+                        f"skipped: {system.name} has AVX-512", expected="a build for AVX2", remedy=environments.LIMITS
+                    )
+            except (PeerFailedError, environments.PeerError) as error:
                 process.close()
                 self._fail(system.name, error)
                 continue
             process.pause()
             self.processes[system.name], self.systems[system.name] = process, system
+            self.loaded[system.name] = loaded
 
     def warm_up(self, corpus: Corpus) -> None:
         for name in list(self.processes):
@@ -180,7 +195,9 @@ class Harness:
                 continue
             self.progress(f"reading memory and decoding in turns: {system.name}")
             try:
-                self.turns[system.name] = roofline.in_turns(folder, self.options.threads, corpus.prompts[0])
+                self.turns[system.name] = roofline.in_turns(
+                    folder, self.options.threads, corpus.prompts[0], level=system.variant
+                )
             except TapeoutError as error:
                 self._fail(system.name, error)
 
@@ -313,10 +330,11 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
     graph = artifact.load(options.checkpoint, PortableGraph)
     words = [word.strip() for word in options.peers.split(",") if word.strip()]
     peers = [peer for peer in PEERS if not words or any(word in peer.name for word in words)]
-    bundles = our_systems(options.ours)
+    bundles = our_systems(options.ours, options.isa)
     harness = Harness(options, progress)
     file = prepared.gguf if prepared else options.source / source.record.model_entry
-    ready = harness.prepare({**bundles, **dict.fromkeys(peers, Path())}, file, graph.digest)
+    systems = map(environments.limited, peers) if options.isa else peers
+    ready = harness.prepare({**bundles, **dict.fromkeys(systems, Path())}, file, graph.digest)
     if options.install_only:
         return ExitCode.BROKEN if harness.failures else ExitCode.PASS
     recipe = load_recipe(options.params)
@@ -347,14 +365,14 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
             prompt_tokens=options.prompt_tokens,
             new_tokens=options.new_tokens,
             documents=len(corpus.documents) if reference else 0,
-            machine=report.machine(),
+            machine=report.machine() + (f", all engines held to {options.isa.upper()}" if options.isa else ""),
             model=f"{options.shape} (random weights)" if prepared else recipe.register_.model_name,
         )
     finally:
         if reference:
             reference.close()
         harness.close()
-    stem = options.shape or "cpu"
+    stem = "-".join(word for word in (options.shape or "cpu", options.isa) if word)
     report.write(run, options.out, stem)
     progress(f"wrote {options.out / stem}.md")
     return ExitCode.PASS

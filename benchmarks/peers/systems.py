@@ -18,7 +18,7 @@ class System:
     name: str
     adapter: str  # module under benchmarks/peers/adapters
     environment: str  # virtual environment and requirements-ENVIRONMENT.txt; OURS is the current environment
-    variant: str
+    variant: str  # of the peer's weights; of ours the level of native kernels, empty for the best
     weight_bits: float
     ours: bool = False
     unclassed: bool = False

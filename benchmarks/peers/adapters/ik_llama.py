@@ -7,6 +7,7 @@ times. It has no logits to give; weights are quantized by the same formats as ll
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -50,7 +51,8 @@ class IkLlama:
 
     def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
         self._path, self._threads = folder / MODEL, threads
-        return {"file_bytes": self._path.stat().st_size}
+        library = ctypes.CDLL(str(next(Path(os.environ["TAPEOUT_IK_LLAMA"]).resolve().rglob("libggml.so"))))
+        return {"file_bytes": self._path.stat().st_size, "avx512": bool(library.ggml_cpu_has_avx512())}
 
     def _seconds(self, batch: int, prompt: int, new_tokens: int) -> tuple[float, float]:
         """Of all prompts, and of ``new_tokens`` steps."""

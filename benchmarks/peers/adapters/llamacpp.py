@@ -54,7 +54,8 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot read {path}")
         self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
-        return {"file_bytes": path.stat().st_size, "system": llama.llama_print_system_info().decode()}
+        system = llama.llama_print_system_info().decode()
+        return {"file_bytes": path.stat().st_size, "system": system, "avx512": "AVX512 = 1" in system}
 
     def _context(self, batch: int, tokens: int) -> Any:
         """A new context whose KV cache holds ``batch`` sequences of ``tokens``. Its creation is never timed."""

@@ -21,7 +21,8 @@ class Ours:
         from engines.load import load
         from engines.sequences import Sequences
 
-        self._engine = Sequences(load(folder, threads=threads, slots=max_batch))
+        # The variant is the level of native kernels.
+        self._engine = Sequences(load(folder, threads=threads, slots=max_batch, level=variant))
         if self._engine.max_tokens < max_tokens:
             raise ValueError(f"{folder} has {self._engine.max_tokens} positions; {max_tokens} are needed")
         return {"digest": self._engine.digest}

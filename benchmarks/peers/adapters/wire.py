@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy._core._multiarray_umath import __cpu_features__
 from numpy.typing import NDArray
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -42,7 +43,10 @@ class Peer(Protocol):
         ...
 
     def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
-        """Open the model for up to ``max_batch`` sequences of ``max_tokens``. Returns facts for the report."""
+        """Open the model for up to ``max_batch`` sequences of ``max_tokens``. Returns facts for the report.
+
+        ``avx512``, of an engine that was compiled for a processor: whether its code has AVX-512.
+        """
         ...
 
     def prefill(self, tokens: Sequence[int]) -> float:
@@ -113,9 +117,10 @@ def _execute(peer: Peer, command: str, request: dict[str, Any]) -> Any:
         peer.prepare(Path(request["checkpoint"]), Path(request["source"]), Path(request["folder"]), request["variant"])
         return None
     if command == "load":
-        return peer.load(
+        facts = peer.load(
             Path(request["folder"]), request["variant"], request["threads"], request["max_batch"], request["max_tokens"]
         )
+        return {"avx512": __cpu_features__["AVX512F"], **facts}  # what a library that asks the processor sees
     if command == "prefill":
         return {"seconds": peer.prefill(request["tokens"])}
     if command == "decode":
