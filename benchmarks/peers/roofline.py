@@ -1,5 +1,7 @@
 """The share of the roofline at batch 1: decode steps and reads of the memory in turns, in one process.
 
+A step reads its weights, of experts those that one token chooses, and reads and writes the recurrent state.
+
 A virtual machine's bandwidth may change by half within a minute (30 to 50 GB/s where nothing else ran). So a bandwidth
 that was read before or after a run says little about its steps. Turns of a fraction of a second meet the same one.
 """
@@ -26,7 +28,8 @@ STEPS = 5  # of a turn
 
 def in_turns(folder: Path, threads: int, prompt: Sequence[int], turns: int = TURNS) -> Turns:
     """Decode one sequence of the bundle in ``folder``; between turns of ``STEPS`` steps read the memory."""
-    step_bytes = artifact.load(folder, EngineBundle).record.step_bytes
+    record = artifact.load(folder, EngineBundle).record
+    step_bytes = record.step_bytes + 2 * record.io.slot_bytes
     with closing(Sequences(load(folder, threads=threads, slots=1))) as engine:
         chosen, length = [int(engine.prefill(0, prompt)[0].argmax())], len(prompt)
         reads, steps = [read_bandwidth(threads, trials=1)], []
