@@ -42,12 +42,14 @@ MXFP4_DEVIATION = 2.93  # of its sixteen values
 class Shape:
     """``architecture``: class of transformers. ``config``: what its configuration says beyond its defaults.
 
-    ``kind``: which bars of speed it has; a hybrid with experts is recurrent.
+    ``kind``: which bars of speed it has; a hybrid with experts is recurrent. ``converter_flags``: what llama.cpp's
+    converter must be told of it.
     """
 
     architecture: str
     config: dict[str, Any]
     kind: Kind = "dense"
+    converter_flags: tuple[str, ...] = ()
 
     @property
     def is_mxfp4(self) -> bool:
@@ -252,7 +254,7 @@ SHAPES = {
     "qwen3-30b-a3b": Shape("Qwen3MoeForCausalLM", _QWEN3_30B, "experts"),
     "gpt-oss-20b": Shape("GptOssForCausalLM", _GPT_OSS_20B, "experts"),
     "lfm2-1.2b": Shape("Lfm2ForCausalLM", _LFM2, "recurrent"),
-    "qwen3.5-0.8b": Shape("Qwen3_5ForCausalLM", _QWEN35, "recurrent"),
+    "qwen3.5-0.8b": Shape("Qwen3_5ForCausalLM", _QWEN35, "recurrent", ("--no-mtp",)),  # no head that drafts
     "granite-4.0-h-tiny": Shape("GraniteMoeHybridForCausalLM", _GRANITE_H_TINY, "recurrent"),
 }
 

@@ -84,7 +84,7 @@ def prepare(
     if gguf and not file.is_file():
         progress(f"writing the GGUF file of {name}")
         partial = file.with_suffix(".partial")
-        write_gguf(checkpoint, partial)
+        write_gguf(shape, checkpoint, partial)
         partial.rename(file)
     layers = shape.config["num_hidden_layers"]
     settings = {"default": [*SETTINGS, *own_settings(shape, recipe)]} | {
@@ -171,7 +171,7 @@ def gguf_name(shape: Shape) -> str:
     return f"model-{'MXFP4' if shape.is_mxfp4 else 'Q8_0'}.gguf"
 
 
-def write_gguf(checkpoint: Path, path: Path) -> None:
+def write_gguf(shape: Shape, checkpoint: Path, path: Path) -> None:
     """The checkpoint for llama.cpp, by its own converter: linears in Q8_0, from which other formats are made, but
     experts that are published in MXFP4 as they are. :class:`PeerError` without a checkout or where it fails.
     """
@@ -184,6 +184,7 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
             remedy="see docs/benchmarks/kinds.md, or name other peers with --peers",
         )
     command = [sys.executable, str(script.resolve()), str(checkpoint), "--outfile", str(path), "--outtype", "q8_0"]
+    command += shape.converter_flags
     log = path.with_suffix(".log")
     with log.open("w") as stream:
         code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, check=False).returncode

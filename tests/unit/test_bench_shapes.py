@@ -158,25 +158,28 @@ def test_the_first_layers_of_a_shape_have_a_page_of_their_own() -> None:
     assert shapes.asked_shape("olmoe-1b-7b", None) == ("olmoe-1b-7b", SHAPES["olmoe-1b-7b"])
 
 
+QWEN35 = SHAPES["qwen3.5-0.8b"]
+
+
 def test_a_gguf_file_needs_a_checkout_of_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(shapes.LLAMA_CPP, raising=False)
     with pytest.raises(PeerError, match=r"TAPEOUT_LLAMA_CPP is not set.*\n.*checkout of llama\.cpp"):
-        shapes.write_gguf(tmp_path, tmp_path / "model.partial")
+        shapes.write_gguf(QWEN35, tmp_path, tmp_path / "model.partial")
     monkeypatch.setenv(shapes.LLAMA_CPP, str(tmp_path))
     with pytest.raises(PeerError, match=str(tmp_path)):
-        shapes.write_gguf(tmp_path, tmp_path / "model.partial")
+        shapes.write_gguf(QWEN35, tmp_path, tmp_path / "model.partial")
 
 
 def test_the_converter_of_the_checkout_writes_the_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / shapes.CONVERTER
     script.write_text("import sys, pathlib; pathlib.Path(sys.argv[3]).write_text(' '.join(sys.argv[1:]))")
     monkeypatch.setenv(shapes.LLAMA_CPP, str(tmp_path))
-    shapes.write_gguf(tmp_path / "checkpoint", tmp_path / "model.partial")
+    shapes.write_gguf(QWEN35, tmp_path / "checkpoint", tmp_path / "model.partial")
     words = (tmp_path / "model.partial").read_text()
-    assert words == f"{tmp_path / 'checkpoint'} --outfile {tmp_path / 'model.partial'} --outtype q8_0"
+    assert words == f"{tmp_path / 'checkpoint'} --outfile {tmp_path / 'model.partial'} --outtype q8_0 --no-mtp"
     script.write_text("import sys; sys.exit('no such family')")
     with pytest.raises(PeerError, match="exit code 1"):
-        shapes.write_gguf(tmp_path / "checkpoint", tmp_path / "model.partial")
+        shapes.write_gguf(QWEN35, tmp_path / "checkpoint", tmp_path / "model.partial")
     assert "no such family" in (tmp_path / "model.log").read_text()
 
 
