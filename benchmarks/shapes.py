@@ -61,7 +61,7 @@ class Shape:
 
     def cut(self, layers: int) -> Shape:
         """Its first ``layers``: a step of a layer takes as long as in the whole model."""
-        config = {**self.config, "num_hidden_layers": layers}
+        config: dict[str, Any] = {**self.config, "num_hidden_layers": layers}
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:layers]
         return replace(self, config=config)
@@ -301,13 +301,13 @@ def _random(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.uint16]:
     """The words of a tensor in bfloat16."""
     generator = _generator(name, seed)
     tensor = torch.ones(shape, dtype=torch.bfloat16)
+    deviation = 0.02 if name.endswith("bias") else shape[-1] ** -0.5
     if name.endswith(".A_log"):
         tensor.copy_(torch.empty(shape).uniform_(1, 16, generator=generator).log())
     elif name.endswith(".dt_bias"):
         steps = torch.empty(shape).uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp()
         tensor.copy_(torch.log(torch.expm1(steps)))  # what softplus makes these steps of
     elif len(shape) > 1 or name.endswith("bias"):
-        deviation = 0.02 if name.endswith("bias") else shape[-1] ** -0.5
         for piece in tensor.flatten().split(PIECE):
             piece.copy_(torch.empty(len(piece)).normal_(0, deviation, generator=generator))
     return tensor.view(torch.uint16).numpy()
