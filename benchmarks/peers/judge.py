@@ -15,12 +15,15 @@ from pydantic import Field
 
 from tapeout.artifact import Frozen
 
+Kind = Literal["dense", "experts", "recurrent"]  # of models; a hybrid with experts is recurrent
+
 NEAR_LOSSLESS_KL = 0.02
 # The most bits per weight of our own bundles in the 4-bit class, scales and embeddings included. The limit is the size
 # of the largest peer of the class: llama.cpp Q4_K_M of the default model (105 MB for 134.5 million weights).
 FOUR_BIT_LIMIT = 6.25
-ROOFLINE_SHARE = 0.85
-MEMORY_BYTES = 250e6  # allowed above weights and KV cache
+ROOFLINE_SHARE: dict[Kind, float] = {"dense": 0.85, "experts": 0.75, "recurrent": 0.75}
+MEMORY_BYTES = 250e6  # allowed above weights and KV cache of dense models
+MEMORY_SHARE = 0.1  # of weights, KV cache and recurrent state, allowed above them for all others
 
 ClassName = Literal["near-lossless", "4-bit"]
 CLASSES: tuple[ClassName, ...] = ("near-lossless", "4-bit")
@@ -36,7 +39,7 @@ class Workload(NamedTuple):
         return f"decode, B={self.size}" if self.phase == "decode" else f"prefill, {self.size:,} tokens"
 
 
-# The ratio to the fastest rival that is required, by class, phase and size.
+# The ratio to the fastest rival that is required of dense models, by class, phase and size.
 BARS: dict[ClassName, dict[Workload, float]] = {
     "near-lossless": {
         Workload("decode", 1): 1.3,
@@ -52,6 +55,25 @@ BARS: dict[ClassName, dict[Workload, float]] = {
         Workload("prefill", 128): 1.0,
         Workload("prefill", 1024): 1.0,
     },
+}
+# Those of the other kinds, in both classes.
+_EXPERTS = {
+    Workload("decode", 1): 1.1,
+    Workload("decode", 8): 1.5,
+    Workload("decode", 32): 2.0,
+    Workload("prefill", 512): 1.3,
+}
+_RECURRENT = {
+    Workload("decode", 1): 1.1,
+    Workload("decode", 8): 2.0,
+    Workload("decode", 32): 2.0,
+    Workload("prefill", 512): 1.2,
+    Workload("prefill", 4096): 1.2,
+}
+BARS_BY_KIND: dict[Kind, dict[ClassName, dict[Workload, float]]] = {
+    "dense": BARS,
+    "experts": dict.fromkeys(CLASSES, _EXPERTS),
+    "recurrent": dict.fromkeys(CLASSES, _RECURRENT),
 }
 
 
@@ -87,7 +109,9 @@ class Measured(Frozen):
 
     ``weight_bits``, ``by_format`` and ``unclassed``: see :class:`benchmarks.peers.systems.System`. ``kl`` in nats and
     ``top_token`` as a share, both against the float reference over ``predictions`` positions; None without logits.
-    ``budget_bytes`` (weights and KV cache of the largest workload) and ``turns`` are known only for our bundles.
+    ``budget_bytes`` (weights, and KV cache and recurrent state of the largest workload) and ``turns`` are known only
+    for our bundles. ``experts``: how many different experts of a layer a decode step chose, by its number of sequences:
+    the mean over steps and layers, for the tokens that this system decoded.
     """
 
     name: str
@@ -103,6 +127,7 @@ class Measured(Frozen):
     predictions: int = 0
     budget_bytes: int | None = None
     turns: Turns | None = None
+    experts: dict[int, float] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
 
     def speeds(self, workload: Workload) -> tuple[float, ...]:
@@ -175,7 +200,9 @@ def rivals(ours: Measured, class_name: ClassName, systems: Sequence[Measured]) -
     return [m for m in peers if m.by_format or (m.kl is not None and ours.kl is not None and ours.kl <= m.kl)]
 
 
-def speed_bar(ours: Measured, class_name: ClassName, workload: Workload, systems: Sequence[Measured]) -> Bar:
+def speed_bar(
+    ours: Measured, class_name: ClassName, workload: Workload, systems: Sequence[Measured], kind: Kind = "dense"
+) -> Bar:
     """The smallest of our paired ratios to the rivals."""
     rounds = ours.speeds(workload)
     ratios = {
@@ -183,25 +210,27 @@ def speed_bar(ours: Measured, class_name: ClassName, workload: Workload, systems
         for m in rivals(ours, class_name, systems)
         if rounds and m.speeds(workload)
     }
-    bound = BARS[class_name][workload]
+    bound = BARS_BY_KIND[kind][class_name][workload]
     if not ratios:
         return Bar(ours.name, class_name, str(workload), None, bound, None, None)
     peer = min(ratios, key=lambda name: ratios[name])
     return Bar(ours.name, class_name, str(workload), ratios[peer], bound, peer, ratios[peer] >= bound)
 
 
-def bars(systems: Sequence[Measured]) -> list[Bar]:
+def bars(systems: Sequence[Measured], kind: Kind = "dense") -> list[Bar]:
     """Every bar of each of our bundles, in each of its classes, for the workloads that were run."""
     found: list[Bar] = []
     for ours in (m for m in systems if m.ours):
         for name in classes(ours):
-            found += [speed_bar(ours, name, workload, systems) for workload in BARS[name] if ours.speeds(workload)]
+            workloads = [workload for workload in BARS_BY_KIND[kind][name] if ours.speeds(workload)]
+            found += [speed_bar(ours, name, workload, systems, kind) for workload in workloads]
             if ours.turns is not None:
                 share = ours.turns.share
-                met = ROOFLINE_SHARE <= share <= 1  # above one, the bandwidth was measured too low
-                found.append(Bar(ours.name, name, "share of the roofline, B=1", share, ROOFLINE_SHARE, None, met))
+                least = ROOFLINE_SHARE[kind]
+                met = least <= share <= 1  # above one, the bandwidth was measured too low
+                found.append(Bar(ours.name, name, "share of the roofline, B=1", share, least, None, met))
             if ours.budget_bytes is not None:
-                bound = ours.budget_bytes + MEMORY_BYTES
+                bound = ours.budget_bytes + (MEMORY_BYTES if kind == "dense" else MEMORY_SHARE * ours.budget_bytes)
                 peak = ours.peak_bytes
                 found.append(Bar(ours.name, name, "peak memory, MB", peak / 1e6, bound / 1e6, None, 0 < peak <= bound))
     return found

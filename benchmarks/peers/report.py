@@ -15,6 +15,7 @@ from benchmarks.peers.judge import (
     FOUR_BIT_LIMIT,
     NEAR_LOSSLESS_KL,
     Bar,
+    Kind,
     Measured,
     Workload,
     bars,
@@ -47,6 +48,7 @@ class Run(Frozen):
     prompt_tokens: int
     new_tokens: int
     documents: int
+    kind: Kind = "dense"
     machine: str
     model: str
     note: str = ""
@@ -90,11 +92,12 @@ def page(run: Run, stem: str) -> str:
         "## Speed, quality and memory",
         _table(run),
         _legend(),
+        *(["## Distinct experts", _experts(run)] if any(m.experts for m in run.systems) else []),
         *([f"![Speed against KL, one panel for each batch size]({stem}.svg)"] if run.documents else []),
         "## Bars",
         "The rivals of a bundle are the peers in its class. A ratio is the median of the ratios of the single rounds. "
         "The table names the rival with the smallest ratio.",
-        _bars(bars(run.systems)),
+        _bars(bars(run.systems, run.kind)),
         *(["## Domination", "\n".join(_domination(run, workload) for workload in decodes)] if run.documents else []),
         "## Ratios",
         "The speed of each of our bundles divided by the speed of every engine: the median of the ratios of the single "
@@ -133,7 +136,8 @@ def _legend() -> str:
         "llama.cpp on the file that our float reference came from.",
         "Decode: only the steps in which every sequence gains one token are counted.",
         f"Prefill: one prompt, until its first token is chosen; the median of {PREFILLS} prompts in each round.",
-        "Roofline: bytes of weights that a step at B=1 reads per second, as a share of what a plain loop reads. The "
+        "Roofline: bytes that a step at B=1 reads of weights (of experts those that it chooses) and moves of recurrent "
+        "state per second, as a share of what a plain loop reads. The "
         f"median of {TURNS} turns of steps and reads, since the bandwidth of a virtual machine changes within seconds.",
         "Peak MB: peak memory of the whole process over all timed work, libraries and interpreter included.",
         "ik_llama.cpp gives no logits, so its class follows from its bits per weight.",
@@ -160,6 +164,17 @@ def _table(run: Run) -> str:
         for m in sorted(run.systems, key=lambda m: not m.ours)
     ]
     return "Speeds are in tokens per second.\n\n" + _markdown(head, lines)
+
+
+def _experts(run: Run) -> str:
+    """What a step reads of a mixture grows with the experts that its streams do not share."""
+    batches = sorted({batch for m in run.systems for batch in m.experts})
+    rows = [[m.name, *(_number(m.experts.get(batch)) for batch in batches)] for m in run.systems]
+    return (
+        "How many different experts of a layer a decode step chooses: the mean over steps and layers, by the router of "
+        "the float model, for the tokens that each engine decoded. An engine that does not tell its tokens has none: "
+        "ik_llama.cpp decodes random ones.\n\n" + _markdown(["engine", *(f"B={batch}" for batch in batches)], rows)
+    )
 
 
 def _bars(found: Sequence[Bar]) -> str:

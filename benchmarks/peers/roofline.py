@@ -1,5 +1,7 @@
 """The share of the roofline at batch 1: decode steps and reads of the memory in turns, in one process.
 
+A step reads its weights, of experts those that one token chooses, and reads and writes the recurrent state.
+
 A virtual machine's bandwidth may change by half within a minute (30 to 50 GB/s where nothing else ran). So a bandwidth
 that was read before or after a run says little about its steps. Turns of a fraction of a second meet the same one.
 """
@@ -29,7 +31,8 @@ def in_turns(folder: Path, threads: int, prompt: Sequence[int], turns: int = TUR
 
     ``level``: of native kernels; default the best of this processor.
     """
-    step_bytes = artifact.load(folder, EngineBundle).record.step_bytes
+    record = artifact.load(folder, EngineBundle).record
+    step_bytes = record.step_bytes + 2 * record.io.slot_bytes
     with closing(Sequences(load(folder, threads=threads, slots=1, level=level))) as engine:
         chosen, length = [int(engine.prefill(0, prompt)[0].argmax())], len(prompt)
         reads, steps = [read_bandwidth(threads, trials=1)], []

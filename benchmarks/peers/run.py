@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import environments, report, roofline, shapes
+from benchmarks.peers.chosen_experts import chosen_experts, distinct
 from benchmarks.peers.corpus import Corpus, read_corpus
-from benchmarks.peers.judge import Measured, Sample, Workload, schedule
+from benchmarks.peers.judge import BARS_BY_KIND, Measured, Sample, Workload, schedule
 from benchmarks.peers.process import PeerFailedError, PeerProcess
 from benchmarks.peers.report import Run
-from benchmarks.peers.systems import OURS, PEERS, System
-from benchmarks.shapes import SHAPES
+from benchmarks.peers.systems import OURS, PEERS, READERS_OF_GGUF, System
+from benchmarks.shapes import SHAPES, Shape
 from engines.bundle import EngineBundle
 from evals.text import kl_divergences
 from pipeline.recipe import load_recipe
@@ -40,6 +41,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=FOLDER", help="a bundle; may be repeated")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape; without KL")
+    parser.add_argument("--layers", type=int, help="with --shape, only its first layers")
     parser.add_argument(
         "--plan",
         action="append",
@@ -58,7 +60,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--prefill-tokens", type=int, nargs="+", help="default: those that the bars name")
     parser.add_argument("--documents", type=int, default=30)
     parser.add_argument("--document-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
@@ -69,8 +71,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         options.rounds, options.new_tokens, options.documents = 1, 16, 2
     if not options.ours and not options.shape:
         parser.error("--ours or --shape is required")
-    if options.plan and not options.shape:
-        parser.error("--plan needs --shape")
+    for option in ("plan", "layers"):
+        if getattr(options, option) and not options.shape:
+            parser.error(f"--{option} needs --shape")
+    if options.prefill_tokens is None:
+        known = BARS_BY_KIND[SHAPES[options.shape].kind if options.shape else "dense"]["near-lossless"]
+        options.prefill_tokens = [workload.size for workload in known if workload.phase == "prefill"]
     return options
 
 
@@ -95,6 +101,13 @@ def named_folders(option: str, words: Sequence[str], example: str) -> dict[str, 
     return found
 
 
+def peers_for(shape: Shape | None, asked: str) -> list[System]:
+    """Those that fit the model, with one of the comma-separated words ``asked`` in their names if it has any."""
+    words = [word.strip() for word in asked.split(",") if word.strip()]
+    fitting = [peer for peer in PEERS if peer.mxfp4 == (shape is not None and shape.is_mxfp4)]
+    return [peer for peer in fitting if not words or any(word in peer.name for word in words)]
+
+
 class Harness:
     """The running systems and their figures. If a system fails, the reason is recorded."""
 
@@ -107,6 +120,8 @@ class Harness:
         self.speeds: dict[tuple[str, Workload], list[float]] = {}
         self.peaks: dict[str, int] = {}
         self.turns: dict[str, roofline.Turns] = {}
+        self.decoded: dict[str, tuple[tuple[int, ...], ...]] = {}  # streams of the largest batch
+        self.experts: dict[str, dict[int, float]] = {}
         self.divergences: dict[str, list[np.ndarray]] = {}
         self.agreements: dict[str, list[np.ndarray]] = {}
 
@@ -178,6 +193,9 @@ class Harness:
                 prompts = corpus.prompts[: workload.size]
                 answer = self._ask(name, "decode", prompts=prompts, new_tokens=self.options.new_tokens)
                 rates = [workload.size * answer["steps"] / answer["seconds"]] if answer else []
+                if answer and answer["tokens"] and workload.size == max(self.options.batches):
+                    pairs = zip(prompts, answer["tokens"], strict=True)
+                    self.decoded[name] = tuple((*prompt, *tokens) for prompt, tokens in pairs)
             if rates:
                 rate = median(rates)
                 self.speeds.setdefault((name, workload), []).append(rate)
@@ -200,6 +218,13 @@ class Harness:
                 )
             except TapeoutError as error:
                 self._fail(system.name, error)
+
+    def count_experts(self, checkpoint: Path) -> None:
+        """Of every system that told which tokens it decoded. Engines have ended: the float model is in memory."""
+        for name, streams in self.decoded.items():
+            self.progress(f"counting the experts that {name} needed")
+            layers = chosen_experts(checkpoint, streams, self.options.prompt_tokens)
+            self.experts[name] = {batch: distinct(layer[:batch] for layer in layers) for batch in self.options.batches}
 
     def compare(self, corpus: Corpus, reference: PeerProcess) -> None:
         """KL and top-token agreement of every system against the float reference, document by document.
@@ -254,25 +279,26 @@ class Harness:
                 top_token=float(np.concatenate(agree).mean()) if agree else None,
                 predictions=sum(map(len, kl)) if kl else 0,
                 turns=self.turns.get(name),
+                experts=self.experts.get(name, {}),
                 versions=environments.versions(system.environment),
             )
             found.append(self._with_bundle(measured, folders[name]) if system.ours else measured)
         return found
 
     def _with_bundle(self, measured: Measured, folder: Path) -> Measured:
-        """Add what only our own record has: bytes of the weights, of a step, and of the largest workload's KV cache."""
+        """Add what only our own record has: bytes of the weights, and of the largest workload's KV cache and state."""
         record = artifact.load(folder, EngineBundle).record
         positions = max(
             max(self.options.batches) * (self.options.prompt_tokens + self.options.new_tokens),
             *self.options.prefill_tokens,
         )
-        kv = positions * record.io.token_bytes
+        state = positions * record.io.token_bytes + max(self.options.batches) * record.io.slot_bytes
         parameters = _parameters(self.options.checkpoint)
         return measured.model_copy(
             update={
                 "weight_bits": 8 * record.weight_bytes / parameters,
                 "file_bytes": record.weight_bytes,
-                "budget_bytes": record.weight_bytes + kv,
+                "budget_bytes": record.weight_bytes + state,
             }
         )
 
@@ -295,6 +321,7 @@ class Harness:
     def close(self) -> None:
         for process in self.processes.values():
             process.close()
+        self.processes.clear()
 
 
 def _parameters(checkpoint: Path) -> int:
@@ -321,15 +348,17 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
     plans = named_folders("--plan", options.plan, "latency=artifacts/plan")
     if "default" in plans:
         raise EvidenceError("--plan default", expected="another name: default is the recipe's", remedy="rename it")
-    prepared = None
+    prepared, shape, stem = None, None, "cpu"
     if options.shape:
-        prepared = shapes.prepare(options.shape, options.params, plans, options.checkpoint, progress)
+        stem, shape = shapes.asked_shape(options.shape, options.layers)
+    peers = peers_for(shape, options.peers)
+    if shape:
+        needs_gguf = any(peer.adapter in READERS_OF_GGUF for peer in peers)
+        prepared = shapes.prepare(stem, shape, options.params, plans, options.checkpoint, progress, gguf=needs_gguf)
         options.checkpoint, options.source = prepared.checkpoint, prepared.source
         options.ours.extend(f"{name}={folder}" for name, folder in prepared.bundles.items())
     source = artifact.load(options.source, Source)
     graph = artifact.load(options.checkpoint, PortableGraph)
-    words = [word.strip() for word in options.peers.split(",") if word.strip()]
-    peers = [peer for peer in PEERS if not words or any(word in peer.name for word in words)]
     bundles = our_systems(options.ours, options.isa)
     harness = Harness(options, progress)
     file = prepared.gguf if prepared else options.source / source.record.model_entry
@@ -357,6 +386,9 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
         harness.read_in_turns(corpus, bundles)
         if reference:
             harness.compare(corpus, reference)
+        harness.close()
+        if shape and shape.has_experts:
+            harness.count_experts(options.checkpoint)
         run = Run(
             systems=tuple(harness.results(bundles)),
             failures=harness.failures,
@@ -366,15 +398,16 @@ def bench(options: argparse.Namespace, progress: Callable[[str], None]) -> int:
             new_tokens=options.new_tokens,
             documents=len(corpus.documents) if reference else 0,
             machine=report.machine() + (f", all engines held to {options.isa.upper()}" if options.isa else ""),
-            model=f"{options.shape} (random weights)" if prepared else recipe.register_.model_name,
+            model=f"{stem} (random weights)" if prepared else recipe.register_.model_name,
+            kind=shape.kind if shape else "dense",
         )
     finally:
         if reference:
             reference.close()
         harness.close()
-    stem = "-".join(word for word in (options.shape or "cpu", options.isa) if word)
-    report.write(run, options.out, stem)
-    progress(f"wrote {options.out / stem}.md")
+    page = "-".join(word for word in (stem, options.isa) if word)
+    report.write(run, options.out, page)
+    progress(f"wrote {options.out / page}.md")
     return ExitCode.PASS
 
 

@@ -8,18 +8,21 @@ recipe's schemes, and one for each plan that was chosen for another model, with 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import yaml
 
 from benchmarks import scale
 from benchmarks import shapes as known
-from benchmarks.peers.environments import peers_folder
+from benchmarks.peers.environments import PeerError, peers_folder
+from benchmarks.shapes import SHAPES, Shape
 from quantization.plan import PrecisionPlan
 from tapeout import artifact
 from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, Scheme
@@ -34,45 +37,57 @@ SETTINGS = (
     "plan.samples=1",
     "export.max_positions=8448",
 )
-# Names of llama.cpp (gguf-py, constants.py), by those of transformers.
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+LLAMA_CPP = "TAPEOUT_LLAMA_CPP"  # names the user's checkout of llama.cpp
+CONVERTER = "convert_hf_to_gguf.py"
+# What no rule of a recipe may round again.
+MXFP4_RULE = {"match": "layers.*.experts_*", "format": "mxfp4"}
 
 
 @dataclass(frozen=True)
 class Prepared:
+    """``gguf`` is missing where no peer asked for it."""
+
     checkpoint: Path  # graph artifact
     source: Path  # source artifact
     gguf: Path
     bundles: dict[str, Path]  # by name
 
 
+def asked_shape(name: str, layers: int | None) -> tuple[str, Shape]:
+    """The shape, whole or its first ``layers``, and the name of its folder and page."""
+    return (f"{name}-{layers}-layers", SHAPES[name].cut(layers)) if layers else (name, SHAPES[name])
+
+
 def prepare(
-    name: str, recipe: Path, plans: Mapping[str, Path], tokenizer: Path, progress: Callable[[str], None]
+    name: str,
+    shape: Shape,
+    recipe: Path,
+    plans: Mapping[str, Path],
+    tokenizer: Path,
+    progress: Callable[[str], None],
+    *,
+    gguf: bool,
 ) -> Prepared:
     """Make what is missing of a shape, in the folder of the peers. All but kernels is kept between runs.
 
     ``plans``: artifacts of plans, by the names of the bundles that get their schemes. `default` has the recipe's.
+    ``gguf``: whether a peer needs that file.
     """
     folder = peers_folder() / "shapes" / name
-    checkpoint, work, gguf = folder / "checkpoint", folder / "work", folder / "model.gguf"
+    checkpoint, work, file = folder / "checkpoint", folder / "work", folder / gguf_name(shape)
     if not checkpoint.is_dir():
         progress(f"writing random weights in the shape of {name}")
-        known.write(known.SHAPES[name], checkpoint, tokenizer)
-    layers = known.SHAPES[name].config["num_hidden_layers"]
-    settings = {"default": list(SETTINGS)} | {
+        partial = checkpoint.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        known.write(shape, partial, tokenizer)
+        partial.rename(checkpoint)
+    if gguf and not file.is_file():
+        progress(f"writing the GGUF file of {name}")
+        partial = file.with_suffix(".partial")
+        write_gguf(shape, checkpoint, partial)
+        partial.rename(file)
+    layers = shape.config["num_hidden_layers"]
+    settings = {"default": [*SETTINGS, *own_settings(shape, recipe)]} | {
         plan: [*SETTINGS, *settings_of(artifact.load(path, PrecisionPlan).record, layers)]
         for plan, path in plans.items()
     }
@@ -82,12 +97,15 @@ def prepare(
         place = work if bundle == "default" else folder / f"work-{bundle}"
         _build(checkpoint, place, work / "artifacts", recipe.resolve(), words)
         bundles[bundle] = place / "artifacts/candidate"
-    if not gguf.is_file():
-        progress(f"writing the GGUF file of {name}")
-        partial = gguf.with_suffix(".partial")
-        write_gguf(known.SHAPES[name].config, checkpoint, partial)
-        partial.rename(gguf)
-    return Prepared(work / "artifacts/graph", work / "artifacts/source", gguf, bundles)
+    return Prepared(work / "artifacts/graph", work / "artifacts/source", file, bundles)
+
+
+def own_settings(shape: Shape, recipe: Path) -> list[str]:
+    """What a shape changes of the recipe: experts in MXFP4 are kept as they are."""
+    if not shape.is_mxfp4:
+        return []
+    rules = yaml.safe_load(recipe.read_text())["plan"]["schemes"]
+    return [f"plan.schemes={json.dumps([MXFP4_RULE, *rules])}"] if rules != "auto" else []
 
 
 def _build(checkpoint: Path, work: Path, shared: Path, recipe: Path, settings: Sequence[str]) -> None:
@@ -148,57 +166,27 @@ def as_in_candidates(scheme: Scheme, candidate_schemes: Sequence[Scheme]) -> Sch
     return next((other for other in alike if (other.group_size or 0) > scheme.group_size), scheme)
 
 
-def write_gguf(config: dict[str, Any], checkpoint: Path, path: Path) -> None:
-    """The checkpoint for llama.cpp, in float16 and without a vocabulary: engines are fed token ids.
+def gguf_name(shape: Shape) -> str:
+    """The file's name says the format of its linears, as adapters read it."""
+    return f"model-{'MXFP4' if shape.is_mxfp4 else 'Q8_0'}.gguf"
 
-    Rows of Q and K keep the order of transformers, where llama.cpp's converter interleaves them: random rows are alike.
+
+def write_gguf(shape: Shape, checkpoint: Path, path: Path) -> None:
+    """The checkpoint for llama.cpp, by its own converter: linears in Q8_0, from which other formats are made, but
+    experts that are published in MXFP4 as they are. :class:`PeerError` without a checkout or where it fails.
     """
-    import gguf
-
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(path, config["model_type"], use_temp_file=False)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
-    # Names and shapes first, so that the tensors themselves are read and written one by one.
-    for name, tensor in _tensors(checkpoint):
-        kept = np.float32 if tensor.ndim == 1 else np.float16
-        writer.add_tensor_info(name, tensor.shape, np.dtype(kept), tensor.size * np.dtype(kept).itemsize)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for _, tensor in _tensors(checkpoint):
-        writer.write_tensor_data(tensor.astype(np.float32 if tensor.ndim == 1 else np.float16))
-    writer.close()
-
-
-def _tensors(checkpoint: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    from safetensors import safe_open
-
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(str(path), "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                yield gguf_name(name), tensors.get_tensor(name).float().numpy()
-
-
-def gguf_name(name: str) -> str:
-    """
-    >>> gguf_name("model.layers.3.self_attn.q_proj.bias")
-    'blk.3.attn_q.bias'
-    >>> gguf_name("model.norm.weight")
-    'output_norm.weight'
-    """
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        layer, _, part = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{layer}.{GGUF_NAMES[part]}.{kind}"
-    return f"{GGUF_NAMES[stem]}.{kind}"
+    checkout = os.environ.get(LLAMA_CPP)
+    script = Path(checkout or "/nonexistent") / CONVERTER
+    if not script.is_file():
+        raise PeerError(
+            f"${LLAMA_CPP} is {checkout or 'not set'}",
+            expected=f"a checkout of llama.cpp with {CONVERTER}",
+            remedy="see docs/benchmarks/kinds.md, or name other peers with --peers",
+        )
+    command = [sys.executable, str(script.resolve()), str(checkpoint), "--outfile", str(path), "--outtype", "q8_0"]
+    command += shape.converter_flags
+    log = path.with_suffix(".log")
+    with log.open("w") as stream:
+        code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        raise PeerError(f"{CONVERTER} ended with exit code {code}", expected="a GGUF file", remedy=f"read {log}")

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from benchmarks.peers.adapters.wire import timed_steps
 from benchmarks.peers.environments import EXTERNAL, PeerError, install, python_of, versions
 from benchmarks.peers.judge import (
     BARS,
+    Kind,
     Measured,
     Sample,
     Turns,
@@ -38,10 +38,7 @@ from benchmarks.peers.process import PeerFailedError, PeerProcess
 from benchmarks.peers.report import Run, page, plot, write
 from benchmarks.peers.roofline import in_turns
 from benchmarks.peers.run import arguments, our_systems
-from benchmarks.peers.shapes import write_gguf
 from benchmarks.peers.systems import OURS, PEERS
-from benchmarks.shapes import SHAPES, Shape
-from benchmarks.shapes import write as write_shape
 from tapeout.errors import EvidenceError
 from tests.exported import build_float, family_graph
 
@@ -187,6 +184,26 @@ def test_the_bars_are_the_required_ones() -> None:
         "prefill, 1,024 tokens": 1.0,
     }
     assert BARS["near-lossless"][Workload("decode", 32)] == 2.0
+
+
+def test_each_kind_of_model_has_its_own_bars() -> None:
+    speeds = {Workload("decode", 8): 16.0, Workload("prefill", 512): 12.5, Workload("prefill", 4096): 11.0}
+
+    def found(kind: Kind) -> dict[str, bool | None]:
+        samples = tuple(Sample(phase=w.phase, size=w.size, tokens_per_s=(s,)) for w, s in speeds.items())
+        slower = tuple(s.model_copy(update={"tokens_per_s": (10.0,)}) for s in samples)
+        turns = Turns(steps=(8.0,), reads=(10.0,))
+        ours = measured("ours", None, ours=True, budget_bytes=10**9).model_copy(
+            update={"samples": samples, "turns": turns, "by_format": True, "peak_bytes": 1_240_000_000}
+        )
+        peer = measured("peer", None).model_copy(update={"samples": slower, "by_format": True})
+        return {bar.what: bar.met for bar in bars([ours, peer], kind)}
+
+    decode, short, long = (str(workload) for workload in speeds)
+    share, memory = "share of the roofline, B=1", "peak memory, MB"
+    assert found("dense") == {decode: False, share: False, memory: True}
+    assert found("experts") == {decode: True, short: False, share: True, memory: False}
+    assert found("recurrent") == {decode: False, short: True, long: False, share: True, memory: False}
 
 
 def test_a_peer_dominates_only_if_it_is_faster_and_has_a_lower_kl_than_all_our_bundles() -> None:
@@ -343,18 +360,3 @@ def test_a_run_of_random_weights_shows_no_kl(tmp_path: Path) -> None:
     assert "| ours | near-lossless | decode, B=1 | 1.50 | at least 1.30 | peer | yes |" in text
     assert "Random weights say nothing of quality" in text and "Domination" not in text and ".svg" not in text
     assert not (tmp_path / "a-shape.svg").exists()
-
-
-def test_the_gguf_of_a_shape_has_all_its_tensors(tmp_path: Path) -> None:
-    small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 64}
-    shape = SHAPES["qwen2.5-0.5b"]
-    config = {**shape.config, **small, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    (tokenizer / "generation_config.json").write_text("{}")
-    write_shape(Shape(shape.architecture, config), tmp_path / "checkpoint", tokenizer)
-    write_gguf(config, tmp_path / "checkpoint", tmp_path / "model.gguf")
-    found = {t.name: (tuple(t.shape), t.tensor_type.name) for t in GGUFReader(tmp_path / "model.gguf").tensors}
-    assert len(found) == 2 + 2 * 12
-    assert found["blk.1.attn_k.weight"] == ((64, 32), "F16") and found["blk.1.attn_k.bias"] == ((32,), "F32")
-    assert found["token_embd.weight"] == ((64, 64), "F16") and found["blk.0.ffn_down.weight"] == ((96, 64), "F16")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import scale
 from benchmarks.peers import shapes
-from benchmarks.peers.run import arguments, bench
+from benchmarks.peers.chosen_experts import chosen_experts, distinct
+from benchmarks.peers.environments import PeerError
+from benchmarks.peers.run import arguments, bench, peers_for
+from benchmarks.peers.systems import PEERS
 from benchmarks.shapes import SHAPES, Shape, write
+from pipeline.export.checkpoint import load_checkpoint
 from pipeline.recipe import load_recipe
 from quantization.plan import CachePlan, PrecisionPlan, Search, UnitPlan
 from tapeout.errors import EvidenceError
@@ -59,6 +65,134 @@ def test_experts_are_written_one_by_one(tmp_path: Path) -> None:
     assert not any("gate_up" in name for name in names)
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(report.values())
+
+
+# Sizes of tiny versions, beside SMALL.
+TINY: dict[str, dict[str, Any]] = {
+    "olmoe-1b-7b": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt-oss-20b": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "lfm2-1.2b": {"block_ff_dim": 96, "block_multiple_of": 32},
+    "qwen3.5-0.8b": {
+        "head_dim": 32,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+    "granite-4.0-h-tiny": {
+        "shared_intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+    },
+}
+LAYERS = {"lfm2-1.2b": 3, "qwen3.5-0.8b": 4, "granite-4.0-h-tiny": 6}  # the fewest with layers of all kinds
+
+
+def write_tiny(name: str, folder: Path) -> Shape:
+    shape = SHAPES[name].cut(LAYERS.get(name, 2))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {key: value for key, value in SMALL.items() if key in shape.config and key != "num_hidden_layers"}
+    shape = replace(shape, config={**shape.config, **sizes, **heads, **TINY[name]})
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    write(shape, folder / "model", folder)
+    return shape
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_exporter_takes_a_checkpoint_of_every_kind(name: str, tmp_path: Path) -> None:
+    write_tiny(name, tmp_path)
+    model = load_checkpoint(tmp_path / "model", scratch=tmp_path).model
+    longest = torch.randint(0, SMALL["vocab_size"], (1, 600), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        deviations = model(longest).logits.float()[0].std(dim=-1)
+    assert deviations.isfinite().all()
+    assert deviations[-100:].mean() == pytest.approx(deviations[:100].mean().item(), rel=0.3)  # no state explodes
+
+
+def test_decays_are_those_of_a_model_that_can_be_trained(tmp_path: Path) -> None:
+    write_tiny("granite-4.0-h-tiny", tmp_path)
+    tensors = stored_tensors(tmp_path / "model")
+    layer = "model.layers.0.mamba"
+    rates = tensors[f"{layer}.A_log"].read().float().exp()
+    steps = torch.nn.functional.softplus(tensors[f"{layer}.dt_bias"].read().float())
+    assert rates.min() >= 0.99 and rates.max() <= 16.2 and len(rates.unique()) == len(rates)
+    assert steps.min() >= 0.0009 and steps.max() <= 0.11 and len(steps.unique()) == len(steps)
+
+
+def test_experts_of_gpt_oss_are_written_in_mxfp4(tmp_path: Path) -> None:
+    shape = write_tiny("gpt-oss-20b", tmp_path)
+    assert shape.is_mxfp4 and shapes.gguf_name(shape) == "model-MXFP4.gguf"
+    tensors = stored_tensors(tmp_path / "model")
+    experts = "model.layers.1.mlp.experts"
+    assert tensors[f"{experts}.gate_up_proj_blocks"].shape == (4, 192, 2, 16)
+    assert tensors[f"{experts}.gate_up_proj_scales"].shape == (4, 192, 2)
+    assert f"{experts}.gate_up_proj_bias" in tensors and f"{experts}.gate_up_proj" not in tensors
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    found = model.model.layers[1].mlp.experts.gate_up_proj.float().std().item()
+    assert found == pytest.approx(64**-0.5, rel=0.5)  # scales are powers of two
+
+
+def test_experts_in_mxfp4_come_first_in_the_recipe_of_a_shape() -> None:
+    (setting,) = shapes.own_settings(SHAPES["gpt-oss-20b"], Path("params.yaml"))
+    rules = json.loads(setting.removeprefix("plan.schemes="))
+    assert rules[0] == {"match": "layers.*.experts_*", "format": "mxfp4"} and len(rules) > 1
+    assert shapes.own_settings(SHAPES["olmoe-1b-7b"], Path("params.yaml")) == []
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_kind_of_a_shape_follows_from_its_configuration(name: str) -> None:
+    shape = SHAPES[name]
+    recurrent = {"conv", "linear_attention", "mamba"} & set(shape.config.get("layer_types", ()))
+    assert shape.kind == ("recurrent" if recurrent else "experts" if shape.has_experts else "dense")
+
+
+def test_the_first_layers_of_a_shape_have_a_page_of_their_own() -> None:
+    stem, shape = shapes.asked_shape("granite-4.0-h-tiny", 8)
+    assert stem == "granite-4.0-h-tiny-8-layers"
+    assert shape.config["num_hidden_layers"] == 8 == len(shape.config["layer_types"])
+    assert shape.config["layer_types"].count("attention") == 1
+    assert shapes.asked_shape("olmoe-1b-7b", None) == ("olmoe-1b-7b", SHAPES["olmoe-1b-7b"])
+
+
+QWEN35 = SHAPES["qwen3.5-0.8b"]
+
+
+def test_a_gguf_file_needs_a_checkout_of_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(shapes.LLAMA_CPP, raising=False)
+    with pytest.raises(PeerError, match=r"TAPEOUT_LLAMA_CPP is not set.*\n.*checkout of llama\.cpp"):
+        shapes.write_gguf(QWEN35, tmp_path, tmp_path / "model.partial")
+    monkeypatch.setenv(shapes.LLAMA_CPP, str(tmp_path))
+    with pytest.raises(PeerError, match=str(tmp_path)):
+        shapes.write_gguf(QWEN35, tmp_path, tmp_path / "model.partial")
+
+
+def test_the_converter_of_the_checkout_writes_the_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / shapes.CONVERTER
+    script.write_text("import sys, pathlib; pathlib.Path(sys.argv[3]).write_text(' '.join(sys.argv[1:]))")
+    monkeypatch.setenv(shapes.LLAMA_CPP, str(tmp_path))
+    shapes.write_gguf(QWEN35, tmp_path / "checkpoint", tmp_path / "model.partial")
+    words = (tmp_path / "model.partial").read_text()
+    assert words == f"{tmp_path / 'checkpoint'} --outfile {tmp_path / 'model.partial'} --outtype q8_0 --no-mtp"
+    script.write_text("import sys; sys.exit('no such family')")
+    with pytest.raises(PeerError, match="exit code 1"):
+        shapes.write_gguf(QWEN35, tmp_path / "checkpoint", tmp_path / "model.partial")
+    assert "no such family" in (tmp_path / "model.log").read_text()
+
+
+def test_experts_that_a_step_needs_are_counted_by_the_router(tmp_path: Path) -> None:
+    """Streams with the same text choose the same experts; layers are counted one by one."""
+    write_tiny("olmoe-1b-7b", tmp_path)
+    text, other = list(range(10, 40)), list(range(110, 140))
+    layers = chosen_experts(tmp_path / "model", [text, text, other], 20)
+    assert [tuple(layer.shape) for layer in layers] == [(3, 10, 2)] * 2
+    assert distinct(layer[:1] for layer in layers) == distinct(layer[:2] for layer in layers) == 2
+    assert 2 < distinct(layers) <= 4
+    again = chosen_experts(tmp_path / "model", [text[:35]], 20)
+    assert all(torch.equal(all_[0], one[0]) for all_, one in zip(layers, again, strict=True))
 
 
 FINE, COARSE = (Scheme(bits=bits, group_size=128, symmetric=True) for bits in (8, 4))
@@ -155,10 +289,29 @@ def test_a_bundle_of_a_shape_is_built_again_where_its_settings_changed(
     assert build("planned", "plan.layers_per_group=4") == kernels
 
 
-def test_a_plan_needs_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--plan latency=c", "--layers 4"])
+def test_a_plan_and_a_number_of_layers_need_a_shape(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        arguments(["--ours", "a=b", "--plan", "latency=c"])
-    assert "--plan needs --shape" in capsys.readouterr().err
+        arguments(["--ours", "a=b", *option.split()])
+    assert f"{option.split()[0]} needs --shape" in capsys.readouterr().err
+
+
+def test_prompts_have_the_lengths_of_the_bars_of_the_kind() -> None:
+    assert arguments(["--ours", "a=b"]).prefill_tokens == [128, 1024]
+    assert arguments(["--shape", "olmoe-1b-7b"]).prefill_tokens == [512]
+    assert arguments(["--shape", "lfm2-1.2b"]).prefill_tokens == [512, 4096]
+    assert arguments(["--shape", "lfm2-1.2b", "--prefill-tokens", "64"]).prefill_tokens == [64]
+
+
+def test_peers_of_a_shape_have_its_experts_in_mxfp4_or_none() -> None:
+    """What is published in 4 bits is not compared with what was rounded twice."""
+    assert {peer.name for peer in peers_for(SHAPES["gpt-oss-20b"], "")} == {"llama.cpp MXFP4", "ik_llama.cpp MXFP4"}
+    others = {peer.name for peer in peers_for(SHAPES["olmoe-1b-7b"], "llama")}
+    assert {"llama.cpp Q6_K", "ik_llama.cpp Q6_K", "llama.cpp Q8_0"} < others
+    assert not any("MXFP4" in name or "openvino" in name for name in others)
+    assert peers_for(None, "openvino-genai int8, vllm") == [
+        peer for peer in PEERS if peer.name in ("openvino-genai int8", "vllm-cpu bf16")
+    ]
 
 
 def test_a_plan_is_not_named_as_the_recipes_bundle() -> None:

@@ -47,6 +47,9 @@ class IkLlama:
     def prepare(self, checkpoint: Path, source: Path, folder: Path, variant: str) -> None:
         if source.suffix != ".gguf":
             raise ValueError(f"{source} is not a GGUF file, from which the variants are made")
+        if source.stem.upper().endswith(f"-{variant.upper()}"):  # it is of this format
+            (folder / MODEL).symlink_to(source.resolve())
+            return
         run("llama-quantize", "--allow-requantize", str(source), str(folder / MODEL), variant, "2")
 
     def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class LlamaCpp:
                 f"{source} is not a GGUF file; the llama.cpp variants are made from the model's own GGUF file"
             )
         target = folder / MODEL
-        if variant == "Q4_1-original":
+        if variant == "Q4_1-original" or source.stem.endswith(f"-{variant}"):  # it is of this format
             target.symlink_to(source.resolve())
             return
         import llama_cpp as llama
