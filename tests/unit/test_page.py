@@ -160,16 +160,19 @@ def test_gauges_show_what_the_engine_reports(
 def test_a_fleet_shows_its_engines_and_a_release_that_is_under_way(
     client: LocalClient, opened: Callable[..., tuple[Any, list[str]]]
 ) -> None:
-    old, new = client.info, replace(client.info, digest="b" * 64)
+    old, new = client.info, replace(client.info, digest="b" * 64, pool="decode")
     statuses = [
         ReplicaStatus(f"tcp:h:{n}", ReplicaState.READY, "", 0, 0, info, EngineStats())
         for n, info in enumerate([old, old, new])
     ]
-    fleet: Any = SimpleNamespace(plan=None, counts=Counter(), replicas_wanted=None, statuses=lambda: statuses)
+    fleet: Any = SimpleNamespace(
+        plan=None, counts=Counter(), replicas_wanted={}, statuses=lambda: statuses, away=lambda: "no engine is ready"
+    )
     with listening(application(client, OperationsSettings(), fleet)) as url:
         page, problems = opened(url, 390)
         playwright.expect(page.locator("#replicas tr")).to_have_count(3)
         playwright.expect(page.locator("#replicas tr").last).to_contain_text("b" * 12)
+        playwright.expect(page.locator("#replicas tr").last).to_contain_text("decode")
         playwright.expect(page.locator("#release")).to_be_hidden()
         fleet.plan = ReleasePlan(stable=old.digest, candidate=new.digest, share=0.05, phase="canary")
         playwright.expect(page.locator("#release")).to_contain_text("Release, canary: bbbbbbbbbbbb is on 1 engines")

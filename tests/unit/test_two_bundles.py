@@ -92,7 +92,7 @@ def view(plan: ReleasePlan | None) -> FleetView:
     ]
     counts = Counter(retries=0, resumptions=0, lost=0)
     return FleetView(
-        cast(Any, SimpleNamespace(plan=plan, counts=counts, replicas_wanted=None, statuses=lambda: statuses))
+        cast(Any, SimpleNamespace(plan=plan, counts=counts, replicas_wanted={}, statuses=lambda: statuses))
     )
 
 
