@@ -106,8 +106,8 @@ def test_a_prefix_hit_that_skips_a_token(monkeypatch: pytest.MonkeyPatch) -> Non
     feed = Scheduler._feed_prompt
 
     def skip(self: Scheduler, sequence: Any, *rest: Any) -> Any:
-        if sequence.cached and sequence.computed == sequence.cached < len(sequence.tokens) - 1:
-            sequence.computed += 1
+        if sequence.cached and sequence.fed == sequence.cached < len(sequence.tokens) - 1:
+            sequence.fed += 1
         return feed(self, sequence, *rest)
 
     monkeypatch.setattr(Scheduler, "_feed_prompt", skip)

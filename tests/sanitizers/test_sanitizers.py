@@ -102,8 +102,8 @@ DEFECTS = {
     ),
     "a query sees one key too few": Defect(
         "cached_attention.c",
-        "const int64_t end = position + 1 - start",
-        "const int64_t end = position - start",
+        "end = position + 1 - start;",
+        "end = position - start;",
         "expected",
     ),
     "a failed allocation is used": Defect(
