@@ -88,6 +88,7 @@ class _RunningStep:
     """A step that was begun. ``now``: when it was planned; ``started``: the same by the core's own clock.
 
     ``ahead``: so many steps in turn, this one the last, were begun before the tokens of the one before were known.
+    ``failed``: it is known to have; ``finish`` says why.
     """
 
     works: Sequence[Work]
@@ -97,6 +98,7 @@ class _RunningStep:
     started: float
     ahead: int
     finish: Finish
+    failed: bool = False
 
 
 class EngineCore:
@@ -186,7 +188,7 @@ class EngineCore:
         if not self._begun:
             self._begin(now)
         if len(self._begun) == 1 and self._runs_ahead(self._begun[0]):
-            self._begin(now)
+            self._begin(now + self.clock() - called)
         if self._begun:
             self._end_step()
             if not self._begun and self._most_begun > 1:  # the device need not wait until this step was reported
@@ -266,15 +268,16 @@ class EngineCore:
         requests = [self._active[work.id] for work in works]
         ahead = before.ahead + 1 if before else 0
         try:
-            finish = self.engine.begin(entries)
+            step = _RunningStep(works, requests, entries, now, started, ahead, self.engine.begin(entries))
         except Exception as failure:
-            finish = _raising(failure)
-        self._begun.append(_RunningStep(works, requests, entries, now, started, ahead, finish))
+            step = _RunningStep(works, requests, entries, now, started, ahead, _raising(failure), failed=True)
+        self._begun.append(step)
 
     def _runs_ahead(self, step: _RunningStep) -> bool:
-        """The next step may begin before this one, the last, has ended."""
+        """The next step may begin before this one, the last, has ended: not where that would be in vain."""
         return (
             self._most_begun > 1
+            and not step.failed
             and all(entry.wanted == "token" for entry in step.entries)
             and not any(work.drafts for work in step.works)
             and not (step.ahead >= MOST_AHEAD and self._drafting)
@@ -360,12 +363,16 @@ class EngineCore:
         except Exception as failure:
             self._wait_for(self._begun)
             for later in self._begun:
-                later.finish = _raising(failure)
-            results = [
-                Result() if self._active.get(work.id) is not request else self._feed_alone(entry, request)
-                for work, request, entry in zip(step.works, step.requests, step.entries, strict=True)
-            ]
-            self._broken_steps = self._broken_steps + 1 if all(result.error for result in results) else 0
+                later.finish, later.failed = _raising(failure), True
+            results, fed = list[Result](), list[Result]()
+            for work, request, entry in zip(step.works, step.requests, step.entries, strict=True):
+                result = Result()
+                if self._active.get(work.id) is request:
+                    result = self._feed_alone(entry, request)
+                    fed.append(result)
+                results.append(result)
+            if fed:  # else all requests have ended, and nothing is known of the engine
+                self._broken_steps = self._broken_steps + 1 if all(result.error for result in fed) else 0
             if self._broken_steps == BROKEN_STEPS:
                 raise EngineBrokenError(f"{BROKEN_STEPS} steps in turn failed: {one_line(failure)}") from failure
         else:

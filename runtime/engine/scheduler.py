@@ -260,6 +260,11 @@ class Scheduler:
             id = sequence.id
             sequence.planned -= 1
             sequence.undecided -= work.samples
+            # Of those that have ended, too: the step took its time for them.
+            count = len(work.tokens)
+            fed += count
+            drafts += work.drafts
+            decodes += work.samples and count - work.drafts == 1
             if self._running.get(id) is not sequence:
                 if not sequence.planned:
                     self._release(sequence)
@@ -269,10 +274,7 @@ class Scheduler:
                 failed = True
                 finished.append(self._finish(id, "error"))
                 continue
-            count, request = len(work.tokens), sequence.request
-            fed += count
-            drafts += work.drafts
-            decodes += work.samples and count - work.drafts == 1
+            request = sequence.request
             self._served[request.tenant] += count
             sequence.computed = work.start + count - work.drafts
             if work.samples:

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engines.protocol import Entry, Finish, Result
 from engines.step_inputs import check
 from runtime.engine.cache.paged import PagedState
-from runtime.engine.core import MOST_AHEAD, EngineCore
+from runtime.engine.core import MOST_AHEAD, EngineBrokenError, EngineCore
+from runtime.engine.in_process import STEP_SECONDS, TOKEN_SECONDS, ModelledTime, answer_all
 from runtime.engine.scheduler import Scheduler
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
@@ -27,7 +28,8 @@ MAX_TOKENS, VOCABULARY, STOP, POISON = 64, 12, 0, 11
 class DeviceEngine(HistoryEngine):
     """Computes a step when its end is waited for, as late as a device may: with the state and tokens of that time.
 
-    ``fails``: the step of several entries that begins, or that ends, as a whole. An entry that feeds ``POISON`` fails
+    ``fails``: the step of several entries that begins, or that ends, as a whole; or, once the device is ``lost``, any
+    that begins. An entry that feeds ``POISON`` fails
     alone. ``clashes``: blocks that another sequence wrote in a step that had not ended.
     """
 
@@ -39,11 +41,13 @@ class DeviceEngine(HistoryEngine):
         self.begun: list[dict[int, int]] = []  # by block that a step writes, the position behind what it writes
         self.clashes: list[int] = []
         self.most_begun = self.followed = 0
+        self.sizes: list[int] = []  # entries of each step
         self.before: list[Result] = []
 
     def begin(self, batch: Sequence[Entry]) -> Finish:
-        if self.fails == "begin" and len(batch) > 1:
-            self.fails = ""
+        self.sizes.append(len(batch))
+        if self.fails == "lost" or (self.fails == "begin" and len(batch) > 1):
+            self.fails = self.fails.removeprefix("begin")
             raise MemoryError("no room for this step")
         errors = check(batch, self.capabilities)
         # What is packed for the device does not change after this call.
@@ -340,3 +344,101 @@ def test_a_step_that_fails_takes_the_one_behind_it_along_and_ends_nobody(half: s
             assert delta.error is None
             found[delta.id] += delta.tokens
     assert not core.busy and found == {one.id: alone(one)[0] for one in asked(3)}
+
+
+@pytest.mark.parametrize("half", ["begin", "finish"])
+def test_after_a_step_that_fails_the_others_are_fed_together_again(half: str) -> None:
+    """Planted: the step behind a failed one is followed by another, which fails with it, and so on to the end."""
+    engine = DeviceEngine(64)
+    core = EngineCore(engine, Limits(max_draft_tokens=0))
+    for one in asked(3, 40):
+        core.add(one, 0)
+    for now in range(1, 100):
+        engine.fails = half if now == 4 else ""
+        core.step(now)
+    assert not core.busy and core.stats().finished == {"length": 3}
+    # At most two steps are fed entry by entry: the one that fails, and the one behind it.
+    assert 3 <= sum(size == 1 for size in engine.sizes) <= 6
+    assert engine.followed > 3 * 30
+
+
+@pytest.mark.parametrize("steps_at_once", [1, 2])
+def test_a_device_that_is_lost_is_broken_although_the_step_ahead_has_nobody_left(steps_at_once: int) -> None:
+    """Planted: a step whose requests have all ended counts as one that did not fail."""
+    engine = DeviceEngine(64, steps_at_once=steps_at_once)
+    core = EngineCore(engine, Limits(max_draft_tokens=0))
+    for one in asked(2):
+        core.add(one, 0)
+    core.step(1)
+    engine.fails = "lost"
+    with pytest.raises(EngineBrokenError, match="no room for this step"):
+        for now in range(2, 40):
+            core.add(GenerateRequest(f"next {now}", [1, 2], 9), now)
+            core.step(now)
+    assert core.stats().finished.keys() == {"error"}
+
+
+class LongPrompts(DeviceEngine):
+    """Waits for most of a prompt where it begins: it is cut into runs."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.now = 0.0
+
+    def begin(self, batch: Sequence[Entry]) -> Finish:
+        early, late = sum(len(entry.tokens) - 1 for entry in batch), len(batch)
+        self.now += early
+        finish = super().begin(batch)
+
+        def ended() -> list[Result]:
+            self.now += late
+            return finish()
+
+        return ended
+
+
+def observed(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, float]]:
+    """What the core learns of steps from now on: decodes, tokens of prompts, and seconds."""
+    found = list[tuple[int, int, float]]()
+
+    def observe(decodes: int, prompt_tokens: int, drafts: int, seconds: float) -> None:
+        assert not drafts
+        found.append((decodes, prompt_tokens, seconds))
+
+    monkeypatch.setattr(core.scheduler.costs, "observe", observe)
+    return found
+
+
+def test_a_step_is_not_shorter_because_the_one_before_it_took_long_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a step ahead counts as planned when the step before it was."""
+    engine = LongPrompts()
+    core = EngineCore(engine, Limits(max_draft_tokens=0), clock=lambda: engine.now)
+    found = observed(core, monkeypatch)
+    core.add(GenerateRequest("a", [1 + n % 9 for n in range(40)], 8), 0)
+    while core.busy:
+        core.step(engine.now)
+    assert found == [(0, 40, 40), *[(1, 0, 1)] * 7]
+
+
+def test_modelled_steps_take_their_own_time_however_many_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: time goes on when a step begins, so one that is begun ahead makes the step before it longer."""
+    timed = ModelledTime(DeviceEngine(64))
+    core = EngineCore(timed, Limits(max_draft_tokens=0), clock=timed.clock)
+    found = observed(core, monkeypatch)
+    answer_all(core, [GenerateRequest("a", [1 + n % 9 for n in range(40)], 8)])
+    times = [STEP_SECONDS + TOKEN_SECONDS * (decodes + prompts) for decodes, prompts, _ in found]
+    assert len(found) == 8 and [seconds for _, _, seconds in found] == pytest.approx(times)
+
+
+def test_a_step_took_its_time_also_for_those_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a step of four counts as one of a single request, where the others have ended meanwhile."""
+    core = EngineCore(DeviceEngine(64), Limits(max_draft_tokens=0))
+    for one in asked(4):
+        core.add(one, 0)
+    core.step(1)
+    found = observed(core, monkeypatch)
+    for id in "012":
+        core.cancel(id)
+    core.step(2)
+    core.step(3)
+    assert [decodes for decodes, _, _ in found] == [4, 1]
