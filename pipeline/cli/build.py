@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from evals.verdict import Verdict
 
 DEFAULT_PRECISION = "fp16"
+# By TensorRT's names, for which 80 columns have no room.
+NATIVE_LAYERS = {"ATTENTION_INPUT": "attention", "KV_CACHE_UPDATE": "cache", "ROTARY_EMBEDDING": "rotary"}
 
 
 def parse_target(text: str) -> tuple[str, tuple[str, ...]]:
@@ -152,20 +154,23 @@ def reasons(declined: Sequence[str]) -> list[str]:
 
 
 def bundle_table(built: Sequence[Built]) -> Table:
-    table = Table(title="Engines", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    numbers = ("engine MB", "seconds", "layers", "warnings")
-    for column in ("bundle", *numbers[:3], "native layers", numbers[3], "verdict"):
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    table = Table(
+        title="Engines", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    numbers = ("MB", "seconds", "layers", "warnings")
+    for column in ("bundle", *numbers[:3], "native", numbers[3], "verdict"):
+        justify = "right" if column in numbers else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column != "verdict")
     for item in built:
         compiled = item.bundle.record.compiled
         assert compiled is not None
-        native = {n: compiled.network.get(n, 0) for n in ("ATTENTION_INPUT", "KV_CACHE_UPDATE", "ROTARY_EMBEDDING")}
+        native = [f"{compiled.network.get(layer, 0)} {name}" for layer, name in NATIVE_LAYERS.items()]
         table.add_row(
             escape(item.bundle.folder.name),
             f"{compiled.engine_bytes / 1e6:.0f}",
             f"{item.seconds:.0f}",
             str(sum(compiled.network.values())),
-            ", ".join(f"{count} {name}" for name, count in native.items()),
+            "\n".join(native),
             str(len(compiled.warnings)),
             "none: no evidence" if item.verdict is None else _headline(item.verdict.record),
         )

@@ -106,6 +106,7 @@ class FleetRelease:
         self._options, self._gateways = options, Gateways(gateways, options.api_key)
         file = FleetFile.read(fleet)
         self._plans = find_plans(fleet, file)
+        self._known: ReleasePlan | None = None  # as it was read or written last
         if file.up is not None:
             raise ReleaseError(
                 f"the engines of {fleet} are run by `tapeout fleet`, which starts each with the bundle of `up` again",
@@ -150,7 +151,7 @@ class FleetRelease:
 
         New conversations get it at once. ``source``: of the bundle; empty: each engine knows what it had before.
         """
-        plan = self._plans.read()
+        plan = self._known = self._plans.read()
         if plan is None or not (plan.candidate or plan.previous):
             raise ReleaseError(
                 "there is no release to reverse", expected=f"one in {self._plans}", remedy="`tapeout fleet release`"
@@ -167,7 +168,7 @@ class FleetRelease:
 
     def _begun(self) -> ReleasePlan:
         """The plan to go on with: a release that is under way, or none that has begun."""
-        plan = self._plans.read()
+        plan = self._known = self._plans.read()
         if plan is not None and plan.phase == "rolling back":
             raise ReleaseError("a rollback is under way", expected="none", remedy="end it: `tapeout fleet rollback`")
         if plan is not None:
@@ -285,7 +286,8 @@ class FleetRelease:
 
     def _written(self, plan: ReleasePlan, **changed: Any) -> ReleasePlan:
         plan = plan.model_copy(update=changed)
-        self._plans.write(plan)
+        self._plans.write(plan, self._known)
+        self._known = plan
         return plan
 
     def _unchanged(self, address: str, info: EngineInfo, why: str = "it was told to open that") -> ReleaseError:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from runtime.gateway.fleet import moves, retries
 from runtime.gateway.fleet.client import FleetClient
+from runtime.gateway.fleet.discovery import FromFile
+from runtime.gateway.fleet.scaling import FleetScaler, ScalingSettings
 from runtime.wire.messages import GenerateRequest, Reopen
 from tests.answering import KINDS, Whole, whole
 from tests.exported import build_float, tiny_graph
@@ -246,6 +249,56 @@ def test_a_hand_over_is_tried_elsewhere_where_the_other_engine_is_lost(tmp_path:
     finally:
         for engine in engines:
             engine.process.send_signal(signal.SIGCONT)
+            engine.close()
+
+
+def test_hand_overs_leave_retries_to_requests_that_would_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two engines for what follows hangs, and half of the budget is there. Planted: all of it is theirs."""
+    monkeypatch.setattr(retries, "BUDGET_PER_SECOND", 0.0)
+    monkeypatch.setattr(moves, "AHEAD_SECONDS", 0.1)
+    slow = replace(SLOW, token_seconds=0.002)
+    engines = [ListeningEngine(tmp_path, slow, pool=pool) for pool in ("prefill", "decode", "decode")]
+    requests = [replace(asked(f"{number}", prompt(number, 50)), max_new_tokens=100) for number in range(8)]
+
+    async def test() -> None:
+        async with connected(tmp_path, engines) as client:
+            await all_ready(client, 3)
+            engines[1].process.send_signal(signal.SIGSTOP)
+            client._budget._level = retries.BUDGET_SPARE
+            found = await answers(client, requests)
+            assert {one.reason for one in found} == {"length"} and not client.counts["lost"]
+            assert client.counts["moves"] < len(requests), "some have chosen the engine that hangs"
+            assert client._budget._level >= retries.BUDGET_SPARE
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
+            engine.process.send_signal(signal.SIGCONT)
+            engine.close()
+
+
+def test_scaling_without_pools_counts_engines_of_each(tmp_path: Path) -> None:
+    """Planted: those without a pool alone, so that the number stays whatever the load."""
+    engines = [ListeningEngine(tmp_path, SLOW, pool=pool) for pool in ("prefill", "decode")]
+
+    async def test() -> None:
+        listed = write_list(tmp_path, [engine.address for engine in engines])
+        settings = ScalingSettings(least=1, most=9, first_token_seconds=1e-6, hold_seconds=0)
+        client = FleetClient(FromFile(listed), tmp_path / "cache", scalers={"mixed": FleetScaler(settings)})
+        try:
+            await client.open()
+            await all_ready(client, 2)
+            running = asyncio.ensure_future(answers(client, REQUESTS))
+            await until(lambda: client.replicas_wanted["mixed"] > 1)
+            await running
+        finally:
+            await client.close()
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
             engine.close()
 
 

@@ -51,7 +51,8 @@ def digest(bundle: Faulty) -> str:
 
 def write_plan(folder: Path, share: float = 0.5) -> None:
     plan = ReleasePlan(stable=digest(OLD), candidate=digest(NEW), share=share, phase="canary")
-    PlanFile(plan_path(folder / "fleet.yaml")).write(plan)
+    plans = PlanFile(plan_path(folder / "fleet.yaml"))
+    plans.write(plan, plans.read())
 
 
 def states(client: FleetClient) -> list[str]:
@@ -153,7 +154,7 @@ def test_an_engine_opens_another_bundle_and_ends_its_requests_first(
     async def test() -> None:
         engine = start(OLD)
         async with connected(tmp_path, [engine]) as client:
-            PlanFile(plan_path(tmp_path / "fleet.yaml")).write(ReleasePlan(stable=digest(OLD), phase="done"))
+            PlanFile(plan_path(tmp_path / "fleet.yaml")).write(ReleasePlan(stable=digest(OLD), phase="done"), None)
             await until(lambda: client.plan is not None)
             await until(client_ready := lambda: client.ready)
             (wanted,) = await asyncio.gather(answer(client, 1, OLD, "e"))

@@ -52,7 +52,8 @@ class Gateways:
     def __init__(self, engines: list[Engine], folder: Path) -> None:
         self._listed, self.folder, self.keys = str(engines[0].folder / "fleet.yaml"), folder, dict[str, str]()
         entries: list[dict[str, Any]] = []
-        for name, limits in (("plain", {}), ("poor", {"token_budget": BUDGET}), ("slow", {"requests_per_minute": 20})):
+        named = {"plain": {}, "other": {}, "poor": {"token_budget": BUDGET}, "slow": {"requests_per_minute": 20}}
+        for name, limits in named.items():
             self.keys[name], digest = new_key()
             entries.append({"name": name, "hash": digest, **limits})
         (folder / "keys.yaml").write_text(yaml.safe_dump({"keys": entries}))
@@ -209,6 +210,18 @@ def test_a_stream_that_is_cut_is_asked_again_at_the_other_gateway(gateways: Gate
     gateways.running[0].process.wait()
     gateways.running[0] = gateways.start(0)
     wait_for(lambda: all(one["state"] == "ready" for one in gateways.replicas(0)))
+
+
+def test_another_tenant_with_the_same_idempotency_key_draws_otherwise(gateways: Gateways) -> None:
+    """Else who guesses a key sees what another one was answered. Planted: a seed of the key alone."""
+    body = {name: value for name, value in BODY.items() if name != "seed"} | {"temperature": 0.9}
+
+    def text(place: int, key: str) -> str:
+        header = {"authorization": f"Bearer {gateways.keys[key]}", "idempotency-key": "1"}
+        answer = httpx2.post(f"{gateways.running[place].url}/v1/completions", json=body, headers=header, timeout=60)
+        return answer.json()["choices"][0]["text"]
+
+    assert text(0, "plain") == text(1, "plain") != text(1, "other")
 
 
 def test_a_gateway_that_drains_ends_its_requests_and_no_others(gateways: Gateways) -> None:

@@ -254,7 +254,8 @@ def test_engines_of_a_table_take_the_release_plan_beside_the_file_or_in_a_databa
     url, path = f"sqlite:///{tmp_path}/fleet.db", tmp_path / "fleet.yaml"
     EngineTable(url).write("tcp:h:1")
     path.write_text(f"table: {url}\nkey: {key}\n")
-    PlanFile(plan_path(path)).write(ReleasePlan(stable="d" * 8, candidate="e" * 8, share=0.5, phase="canary"))
+    plan = ReleasePlan(stable="d" * 8, candidate="e" * 8, share=0.5, phase="canary")
+    PlanFile(plan_path(path)).write(plan, None)
     found = find_engines(path, FleetFile.read(path)).read()
     assert found.engines == ("tcp:h:1",)
     assert found.plan is not None and (found.plan.stable, found.plan.share) == ("d" * 8, 0.5)
@@ -262,9 +263,28 @@ def test_engines_of_a_table_take_the_release_plan_beside_the_file_or_in_a_databa
     discovery = find_engines(path, FleetFile.read(path))
     assert discovery.read().plan is None
     for share in (0.1, 0.2):
-        find_plans(path, FleetFile.read(path)).write(found.plan.model_copy(update={"share": share}))
+        plans = find_plans(path, FleetFile.read(path))
+        plans.write(found.plan.model_copy(update={"share": share}), plans.read())
         again = discovery.read().plan
         assert again is not None and again.share == share
+
+
+def test_of_two_commands_that_write_one_plan_the_second_is_refused(tmp_path: Path) -> None:
+    """Whether the plan was there before or not. Planted: the last one that writes wins."""
+    url = f"sqlite:///{tmp_path}/fleet.db"
+    for one, other in (
+        (PlanTable(url, "fleet"), PlanTable(url, "fleet")),
+        (PlanFile(tmp_path / "plan"), PlanFile(tmp_path / "plan")),
+    ):
+        plans = [ReleasePlan(stable=digit * 8, phase="done") for digit in "abc"]
+        before = None
+        for plan in plans[:2]:
+            assert one.read() == other.read() == before
+            one.write(plan, before)
+            with pytest.raises(ReleasePlanError, match="another command has written"):
+                other.write(plans[2], before)
+            before = plan
+        assert one.read() == plans[1]
 
 
 def test_a_database_of_releases_that_is_away_or_has_nonsense_is_named(tmp_path: Path) -> None:
@@ -272,7 +292,7 @@ def test_a_database_of_releases_that_is_away_or_has_nonsense_is_named(tmp_path: 
     with pytest.raises(ReleasePlanError, match="the database of the release plan does not answer"):
         PlanTable(url, "fleet").read()
     url = f"sqlite:///{tmp_path}/fleet.db"
-    PlanTable(url, "fleet").write(ReleasePlan(stable="d" * 8, phase="done"))
+    PlanTable(url, "fleet").write(ReleasePlan(stable="d" * 8, phase="done"), None)
     with sqlite3.connect(tmp_path / "fleet.db") as connection:
         connection.execute("UPDATE release_plans SET plan = '{}'")
     connection.close()

@@ -14,7 +14,7 @@ from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import FleetFileError, FromFile
 from runtime.gateway.fleet.retries import LONGEST_PROBE_SECONDS, RetryBudget, probe_seconds
 from runtime.gateway.fleet.totals import COUNTERS, STATES, Totals
-from runtime.gateway.operations.health import Health
+from runtime.gateway.operations.operations import Operations, OperationsSettings
 from runtime.wire.messages import EngineStats
 from tapeout.errors import SignatureError, TapeoutError
 from tests.waiting import until
@@ -109,7 +109,8 @@ def test_how_the_engines_are_is_said_while_none_is_ready(tmp_path: Path) -> None
         opening = asyncio.ensure_future(client.open())
         try:
             await until(lambda: [status.state.value for status in client.statuses()] == ["open"] * 2)
-            assert Health(client, lambda: False, away=client.away).not_ready() == "no engine is ready (2 not answering)"
+            health = Operations(client, "m", OperationsSettings(), client).health
+            assert health.not_ready() == "no engine is ready (2 not answering)"
         finally:
             opening.cancel()
             await client.close()

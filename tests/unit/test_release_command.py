@@ -17,7 +17,7 @@ from evals.kinds.online import Online, frozen_plan
 from evals.kinds.online.canary import Figures
 from pipeline.cli import release
 from pipeline.cli.release import FleetRelease, Gateways, ReleaseError, ReleaseOptions
-from runtime.gateway.fleet.release import PlanFile, ReleasePlan, plan_path
+from runtime.gateway.fleet.release import PlanFile, ReleasePlan, ReleasePlanError, plan_path
 from runtime.wire.messages import EngineInfo
 from tapeout.observations import Observation, ObservationLog
 
@@ -234,6 +234,22 @@ def test_engines_that_are_started_again_with_their_old_bundle_are_refused(fleet:
     with pytest.raises(ReleaseError, match=r"(?s)run by `tapeout fleet`.*change `bundle` in the file"):
         fleet.change()
     assert not fleet.log and PlanFile(plan_path(fleet.list)).read() is None
+
+
+def test_a_second_command_ends_the_first_one_rather_than_being_overruled(fleet: Fleet) -> None:
+    """A rollback while a release runs. Planted: the release writes its own plan again, and goes on."""
+
+    async def reopen(*arguments: Any) -> EngineInfo:
+        plans = PlanFile(plan_path(fleet.list))
+        plans.write(fleet.plan.model_copy(update={"phase": "rolling back", "share": 0.0}), plans.read())
+        return await fleet.reopen(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(release, "reopen", reopen)
+        with pytest.raises(ReleasePlanError, match=r"another command has written .*fleet\.release\.json"):
+            fleet.change().release("new")
+        assert len(fleet.log) == 1
+    assert fleet.plan.phase == "rolling back"
 
 
 def test_an_engine_that_was_away_gets_the_bundle_before_a_release_is_done(fleet: Fleet) -> None:

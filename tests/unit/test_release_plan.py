@@ -34,7 +34,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = plan_path(tmp_path / "fleet.yaml")
     plans = PlanFile(path)
     assert plans.read() is None
-    plans.write(plan(0.25))
+    plans.write(plan(0.25), None)
     assert plans.read() == plan(0.25) and [one.name for one in tmp_path.iterdir()] == ["fleet.release.json"]
     path.write_text("{}")
     with pytest.raises(ReleasePlanError, match="is no release plan"):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Generator
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 from safetensors.numpy import save_file
 
 import engines.targets
@@ -263,6 +267,22 @@ def test_explain_prints_every_pass_and_writes_nothing(
     row = next(line.split() for line in lines if line.strip().startswith(matched))
     assert row[1] == "14"  # seven linears in each of two layers
     assert not (here / "artifacts/targets").exists()
+
+
+def test_the_table_of_engines_fits_a_terminal() -> None:
+    """With a verdict in words. Planted: TensorRT's names of its layers, which 80 columns break in their midst."""
+    network = {"ATTENTION_INPUT": 24, "KV_CACHE_UPDATE": 48, "ROTARY_EMBEDDING": 48, "CONSTANT": 812}
+    compiled = SimpleNamespace(network=network, engine_bytes=1_512_300_000, warnings=["x"])
+    check = SimpleNamespace(outcome=Outcome.FAIL, reason="perplexity is 1.13 times that of the reference")
+    verdict = SimpleNamespace(record=SimpleNamespace(outcome=Outcome.FAIL, checks=[check]))
+    bundle = SimpleNamespace(folder=Path("/here/tensorrt-rtx-sm120"), record=SimpleNamespace(compiled=compiled))
+    built: Any = [SimpleNamespace(bundle=bundle, verdict=verdict, seconds=83.2)]
+    console = Console(width=80, file=(printed_to := StringIO()))
+    console.print(command.bundle_table(built))
+    printed = printed_to.getvalue()
+    assert max(map(len, printed.splitlines())) <= 80
+    for text in ("tensorrt-rtx-sm120", "24 attention", "48 cache", "48 rotary", "1512", "perplexity", "reference"):
+        assert text in printed
 
 
 REFUSALS: dict[str, tuple[list[str], str]] = {

@@ -137,7 +137,10 @@ class FleetClient:
 
     @property
     def replicas_wanted(self) -> Mapping[Pool, int]:
-        """Engines that there should be of each pool, by the file of the fleet; none if it has no `scaling`."""
+        """Engines that there should be of each pool, by the file of the fleet; none if that does not say by what.
+
+        `scaling` is of all engines, whichever pool somebody has started them for.
+        """
         listing, found = self._members.listing, dict[Pool, int]()
         if listing is None:
             return found
@@ -145,7 +148,9 @@ class FleetClient:
         ready = [one for one in self._members.listed.values() if one.ready and one.address in listing.engines]
         for pool, scaler in self._scalers.items():
             reports = {
-                one.address: EngineReport(self.router.load(one.address), one.stats) for one in ready if one.pool == pool
+                one.address: EngineReport(self.router.load(one.address), one.stats)
+                for one in ready
+                if pool in ("mixed", one.pool)
             }
             found[pool] = scaler.look(reports, monotonic())
         return found

@@ -17,7 +17,7 @@ from runtime.gateway.fleet.connection import FleetConnection
 from runtime.gateway.fleet.flight import ElsewhereError, Flight, MovedError
 from runtime.gateway.fleet.members import Members
 from runtime.gateway.fleet.replica import Replica, ReplicaState
-from runtime.gateway.fleet.retries import RetryBudget, retry_seconds
+from runtime.gateway.fleet.retries import BUDGET_SPARE, RetryBudget, retry_seconds
 from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.messages import FetchAhead, WarmUp
 
@@ -133,7 +133,7 @@ class Moves:
             if (
                 target is not None
                 and self._router.hand_over_pays(flight.next_request(), replica.address, target.address)
-                and (not failed or self._budget.take(monotonic()))
+                and (not failed or self._budget.take(monotonic(), BUDGET_SPARE))
             ):
                 has_blocks = await self._fetched(flight, replica, target)
                 failed.add(target)

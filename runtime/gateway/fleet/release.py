@@ -26,7 +26,7 @@ Phase = Literal["canary", "rolling", "done", "rolling back", "rolled back"]
 
 
 class ReleasePlanError(TapeoutError):
-    """The file of a release plan cannot be read."""
+    """A release plan cannot be read or written."""
 
 
 class ReleasePlan(BaseModel):
@@ -66,8 +66,10 @@ class PlanStore(Protocol):
         """None where there is none."""
         ...
 
-    def write(self, plan: ReleasePlan) -> None:
-        """In one step: a gateway may read it at any time."""
+    def write(self, plan: ReleasePlan, before: ReleasePlan | None) -> None:
+        """In one step: a gateway may read it at any time. ``before``: what the writer knows to be there; it is an error
+        where something else is there by now, since two commands would change one fleet.
+        """
         ...
 
 
@@ -92,10 +94,21 @@ class PlanFile:
                 remedy="remove it, and release again",
             ) from error
 
-    def write(self, plan: ReleasePlan) -> None:
+    def write(self, plan: ReleasePlan, before: ReleasePlan | None) -> None:
+        # Two that write at the same moment may both get through here; then one of them fails at its next step.
+        if self.read() != before:
+            raise changed_meanwhile(self)
         part = self._path.with_name(f".{self._path.name}.part")
         part.write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
         part.replace(self._path)
+
+
+def changed_meanwhile(plans: PlanStore) -> ReleasePlanError:
+    return ReleasePlanError(
+        f"another command has written {plans} while this one ran",
+        expected="one `tapeout fleet release` or `rollback` of a fleet at a time",
+        remedy="let the other one end, then run this again if it is still needed",
+    )
 
 
 def plan_path(fleet: Path) -> Path:

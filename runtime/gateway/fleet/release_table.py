@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from runtime.gateway.fleet.release import ReleasePlan, ReleasePlanError
+from runtime.gateway.fleet.release import ReleasePlan, ReleasePlanError, changed_meanwhile
 from tapeout.database import create_tables, open_database
 from tapeout.errors import one_line
 from tapeout.file_errors import file_problem
 
 if TYPE_CHECKING:
-    from sqlalchemy import Table
+    from sqlalchemy import Connection, Table
 
 
 class PlanTable:
@@ -31,16 +31,45 @@ class PlanTable:
         return f"the plan {self._fleet} in {self._engine.url.render_as_string(hide_password=True)}"
 
     def read(self) -> ReleasePlan | None:
-        import sqlalchemy as sa
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
             self._create()
             with self._engine.connect() as connection:
-                query = sa.select(self._table.c.plan).where(self._table.c.fleet == self._fleet)
-                found = connection.execute(query).scalar_one_or_none()
+                found = self._row(connection)
         except SQLAlchemyError as error:
             raise self._away(error) from error
+        return self._parsed(found)
+
+    def write(self, plan: ReleasePlan, before: ReleasePlan | None) -> None:
+        import sqlalchemy as sa
+        from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+        row = {"fleet": self._fleet, "plan": plan.model_dump_json()}
+        try:
+            self._create()
+            with self._engine.begin() as connection:
+                found = self._row(connection)
+                if self._parsed(found) != before:
+                    raise changed_meanwhile(self)
+                if found is None:
+                    connection.execute(sa.insert(self._table).values(row))
+                else:
+                    same = sa.and_(self._table.c.fleet == self._fleet, self._table.c.plan == found)
+                    if not connection.execute(sa.update(self._table).where(same).values(row)).rowcount:
+                        raise changed_meanwhile(self)
+        except IntegrityError as error:  # another command has inserted the row
+            raise changed_meanwhile(self) from error
+        except SQLAlchemyError as error:
+            raise self._away(error) from error
+
+    def _row(self, connection: Connection) -> str | None:
+        import sqlalchemy as sa
+
+        query = sa.select(self._table.c.plan).where(self._table.c.fleet == self._fleet)
+        return connection.execute(query).scalar_one_or_none()
+
+    def _parsed(self, found: str | None) -> ReleasePlan | None:
         try:
             return None if found is None else ReleasePlan.model_validate_json(found)
         except ValidationError as error:
@@ -49,20 +78,6 @@ class PlanTable:
                 expected="what `tapeout fleet release` has written",
                 remedy="remove that row, and release again",
             ) from error
-
-    def write(self, plan: ReleasePlan) -> None:
-        import sqlalchemy as sa
-        from sqlalchemy.exc import SQLAlchemyError
-
-        row = {"fleet": self._fleet, "plan": plan.model_dump_json()}
-        try:
-            self._create()
-            with self._engine.begin() as connection:
-                of_fleet = sa.update(self._table).where(self._table.c.fleet == self._fleet)
-                if not connection.execute(of_fleet.values(row)).rowcount:
-                    connection.execute(sa.insert(self._table).values(row))
-        except SQLAlchemyError as error:
-            raise self._away(error) from error
 
     def _away(self, error: Exception) -> ReleasePlanError:
         return ReleasePlanError(

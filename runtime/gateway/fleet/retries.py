@@ -7,12 +7,14 @@ from random import Random
 BUDGET_SHARE = 0.1  # retries per request
 BUDGET_PER_SECOND = 10.0  # and in any case so many
 BUDGET_MOST = 100.0  # retries that can be saved up
+BUDGET_SPARE = BUDGET_MOST / 2  # of them, for requests alone
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.02, 1.0
 FIRST_PROBE_SECONDS, LONGEST_PROBE_SECONDS = 0.5, 30.0
 
 
 class RetryBudget:
     """Retries of requests that have not begun: a fleet that refuses everything is not sent everything three times.
+    Hand-overs take from it, too, but leave :data:`BUDGET_SPARE`: they can wait, where a request without one fails.
 
     >>> budget = RetryBudget(now=0.0)
     >>> sum(budget.take(0.0) for _ in range(1000)), sum(budget.take(2.0) for _ in range(1000))
@@ -26,11 +28,11 @@ class RetryBudget:
         """A request came for the first time."""
         self._level = min(BUDGET_MOST, self._level + BUDGET_SHARE)
 
-    def take(self, now: float) -> bool:
-        """Whether there is a retry left, which is used up then."""
+    def take(self, now: float, spare: float = 0.0) -> bool:
+        """Whether there is a retry left beside ``spare`` others, which is used up then."""
         self._level = min(BUDGET_MOST, self._level + (now - self._at) * BUDGET_PER_SECOND)
         self._at = now
-        if self._level < 1:
+        if self._level < 1 + spare:
             return False
         self._level -= 1
         return True

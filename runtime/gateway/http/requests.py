@@ -107,7 +107,7 @@ def choices_of(
     stop_strings, stop_tokens = _stops(body, info, limits)
     sampling = _sampling(body, model, info)
     if sampling.seed is None and call.idempotency_key:
-        sampling = replace(sampling, seed=_seed_of(call.idempotency_key))
+        sampling = replace(sampling, seed=_seed_of(call.caller.tenant, call.idempotency_key))
     template = GenerateRequest(
         id="",
         prompt=(),
@@ -209,9 +209,12 @@ def _choice(choices: Sequence[str], param: str) -> Constraint:
     return Constraint("choice", json.dumps(list(choices)))
 
 
-def _seed_of(idempotency_key: str) -> int:
-    """The same in every gateway, so that a request that is sent again has the same answer."""
-    return int.from_bytes(blake2b(idempotency_key.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+def _seed_of(tenant: str, idempotency_key: str) -> int:
+    """The same in every gateway, so that a request that is sent again has the same answer. Of each tenant another one:
+    who guesses a key would else see what another tenant's request has drawn.
+    """
+    text = json.dumps([tenant, idempotency_key])  # which ends and which begins is clear
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
 
 
 def _sampling(body: GenerationBody, model: TextModel, info: EngineInfo) -> SamplingSettings:
