@@ -583,22 +583,49 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
     assert re.search(defect.found, done.stderr), done.stderr[-3000:]
 
 
+# Of files with tile registers: an access, and one whose rows lie elsewhere.
+TILE_DEFECTS = {
+    "attention loads rows beyond its keys": (
+        "cached_attention.c",
+        "_tile_loadd(FIRST_CODES, codes, 4 * D)",
+        "_tile_loadd(FIRST_CODES, codes, 64 * D)",
+        "heap-buffer-overflow",
+    ),
+    "a linear loads rows beyond its unpacked codes": (
+        "block_product.c",
+        "c->codes + at * TILE, TILE * STEP)",
+        "c->codes + at * TILE, TILE * STEP << 7)",
+        "heap-buffer-overflow",
+    ),
+    "a linear stores rows beyond its sums": (
+        "block_product.c",
+        "_tile_stored(3, to, TILE * sizeof *to)",
+        "_tile_stored(3, to, 8 * TILE * sizeof *to)",
+        "stack-buffer-overflow",
+    ),
+}
+
+
 @pytest.mark.usefixtures("sanitizers")
-def test_a_tile_register_that_is_loaded_from_beyond_its_memory_is_found(tmp_path: Path) -> None:
-    """No sanitizer knows AMX: ``checked_intrinsics.h`` reads each row before it is loaded."""
+@pytest.mark.parametrize("defect", TILE_DEFECTS.values(), ids=TILE_DEFECTS)
+def test_an_access_of_a_tile_register_beyond_its_memory_is_found(
+    defect: tuple[str, str, str, str], tmp_path: Path
+) -> None:
+    """No sanitizer knows AMX: ``checked_intrinsics.h`` accesses each row before it is loaded or stored."""
     amx = find_level("x86-64-amx")
     if reason := amx.refusal():
         pytest.skip(reason)
+    name, before, after, expected = defect
     source = tmp_path / "source"
     shutil.copytree(compiler.SOURCE, source)
-    text, load = (source / "cached_attention.c").read_text(), "_tile_loadd(FIRST_CODES, codes, {} * D)"
-    assert text.count(load.format(4)) == 1
-    (source / "cached_attention.c").write_text(text.replace(load.format(4), load.format(64)))
+    text = (source / name).read_text()
+    assert text.count(before) == 1
+    (source / name).write_text(text.replace(before, after))
     objects = build.compile_kernels(compiler.SOURCE, amx) | build.compile_host(amx)
-    objects |= build.compile_kernels(source, amx, frozenset({"cached_attention.c"}))
+    objects |= build.compile_kernels(source, amx, frozenset({name}))
     done = fuzz_until_found(build.link(objects, tmp_path / "fuzz"), PLANTED_CASES, PLANTED_RUNS)
     assert done.returncode != 0
-    assert "heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
+    assert expected in done.stderr and "in checked_rows" in done.stderr, done.stderr[-3000:]
 
 
 # Text of threads.c and another that leaves a race, which x86 would hide: ThreadSanitizer knows C11, not the processor.

@@ -157,6 +157,7 @@ from tests.unit import test_native_amx as here
 from pathlib import Path
 tiles, vectors = map(Path, sys.argv[1:])
 assert here.same(*(here.computed(library, here.plain()) for library in (tiles, vectors)))
+assert cpu.find_level("x86-64-amx").refusal() == amx_refusal()  # not that the processor lacks it
 print(cpu.level().name, amx_refusal())
 """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from engines.kernels.operators import OPERATORS
 from tapeout.errors import BuildError
-from tapeout.fingerprint import cpu_features
+from tapeout.fingerprint import AMX, amx_refusal, cpu_features
 
 # Operators of ONNX Runtime whose work one thread does in a few microseconds, by one code for all processors.
 SMALL = frozenset(
@@ -48,6 +48,8 @@ class Level:
         if (platform.system(), platform.machine()) != ("Linux", self.machine):
             return f"it is for Linux on {self.machine}, not {platform.system()} on {platform.machine()}"
         missing = [feature for feature in self.needed if feature not in cpu_features()]
+        if missing == [AMX] and (refusal := amx_refusal()):
+            return refusal
         return f"it needs {', '.join(missing)}, which this processor lacks" if missing else ""
 
 

@@ -145,15 +145,34 @@ def _sum(node: ir.Node) -> _Rotary | None:
 def _halves(node: ir.Node) -> _Rotary | None:
     """``(first · cos - second · sin, second · cos + first · sin)`` of ``x``'s halves; angles ``[B, S, R/2]``.
 
-    Where the halves are no parts of one value in this order, they are joined.
+    Where the halves are no parts of one value in this order, they are joined. Those of one head have the shape of
+    angles, which are told by what they depend on.
     """
     if node.op_type != "Concat" or len(node.inputs) != 2 or attribute(node, "axis", 0) not in (-1, 3):
         return None
     for first, second, cos, sin in _crossed(*node.inputs):
         x, angles = _of_halves(first, second), [_of_tokens(value) for value in (cos, sin)]
-        if len(first.shape or ()) == 4 and angles[0] is not None and angles[1] is not None:
-            return _Rotary(node, x or _joined(node, first, second), angles[0], angles[1], written=True)
+        if len(first.shape or ()) != 4 or angles[0] is None or angles[1] is None:
+            continue
+        if x is None and dimension(first, -1) == dimension(second, -1) and _of_positions(angles[0]):
+            x = _joined(node, first, second)
+        if x is not None:
+            return _Rotary(node, x, angles[0], angles[1], written=True)
     return None
+
+
+def _of_positions(value: ir.Value) -> bool:
+    """Whether it depends on no other input of the graph."""
+    stack, seen = [value], set[int]()
+    while stack:
+        current = stack.pop()
+        if current.is_graph_input() and current.name != POSITIONS:
+            return False
+        producer = current.producer()
+        if producer is not None and id(producer) not in seen:
+            seen.add(id(producer))
+            stack.extend(each for each in producer.inputs if each is not None)
+    return True
 
 
 def _pairs(node: ir.Node) -> _Rotary | None:

@@ -14,7 +14,7 @@ changes no score; scales of a quantized cache are put in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -93,7 +93,7 @@ def parts_of(model: ir.Model, node: ir.Node) -> Parts | str:
     (of_query,), (of_key,) = turning
     if len({*_sources(key), *_sources(of_key.inputs[0])} - {*of_key.outputs}) < 2:
         return ""
-    if of_query.inputs[1] is not of_key.inputs[1] or attribute(of_key, "rotary_embedding_dim", 0):
+    if _way(of_query) != _way(of_key) or attribute(of_key, "rotary_embedding_dim", 0):
         return "queries and keys are turned in different ways; keys are put together by ONNX Runtime"
     found = [_channels(model, each) for each in (query, key, value)]
     if any(heads is None for heads in found):
@@ -118,6 +118,12 @@ def parts_of(model: ir.Model, node: ir.Node) -> Parts | str:
     if _overlap({run for each in runs for run in each}):
         return "parts of keys and values overlap; keys are put together by ONNX Runtime"
     return Parts(runs, order, turned, of_key, interleaved)
+
+
+def _way(rotary: ir.Node) -> tuple[Sequence[ir.Value | None], int, int]:
+    """How a rotary embedding turns: its tables and positions, which channels are pairs, and how many turn."""
+    interleaved, turned = (attribute(rotary, name, 0) for name in ("interleaved", "rotary_embedding_dim"))
+    return rotary.inputs[1:], interleaved, turned
 
 
 def _lower(lowering: Lowering, node: ir.Node, parts: Parts) -> None:

@@ -94,12 +94,25 @@ def test_values_that_are_moved_to_other_tokens_stay() -> None:
     assert outcome.matched == 0 and all("not copied from linears alone" in reason for reason in outcome.declined)
 
 
-def test_queries_that_are_turned_by_other_angles_stay() -> None:
-    def other(node: ir.Node) -> None:
-        rotary = next(iter(latent_keys.rotaries(node.inputs[0])))
-        rotary.replace_input_with(1, rotary.inputs[2])
+def other_cosines(rotary: ir.Node) -> None:
+    rotary.replace_input_with(1, rotary.inputs[2])
 
-    _, outcome = lowered(FAMILY, other)
+
+def other_sines(rotary: ir.Node) -> None:
+    rotary.replace_input_with(2, rotary.inputs[1])
+
+
+def other_pairs(rotary: ir.Node) -> None:
+    rotary.attributes["interleaved"] = ir.AttrInt64("interleaved", 1 - rotary.attributes.get_int("interleaved", 0))
+
+
+def fewer_channels(rotary: ir.Node) -> None:
+    rotary.attributes["rotary_embedding_dim"] = ir.AttrInt64("rotary_embedding_dim", 4)
+
+
+@pytest.mark.parametrize("change", [other_cosines, other_sines, other_pairs, fewer_channels])
+def test_queries_that_are_turned_in_another_way_stay(change: Callable[[ir.Node], None]) -> None:
+    _, outcome = lowered(FAMILY, lambda node: change(next(iter(latent_keys.rotaries(node.inputs[0])))))
     assert outcome.matched == 0 and all("turned in different ways" in reason for reason in outcome.declined)
 
 

@@ -296,6 +296,44 @@ def test_complex_products_are_rotary_embeddings(as_pairs: bool) -> None:
         np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("angles_first", [False, True])
+def test_one_head_is_told_from_the_angles_it_is_turned_by(angles_first: bool) -> None:
+    """Both are ``[B, 1, S, R/2]``, and a product does not say which is which."""
+    shape = ["batch", 1, "tokens", 8]
+    x, positions = value("x", shape), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    angle = angles(positions, parameter("frequencies", FREQUENCIES))
+    heads = parameter("heads", np.array([1]))
+    cos, sin = (
+        op("Unsqueeze", [op(f, [angle], angle.shape), heads], ["batch", 1, "tokens", 4]) for f in ("Cos", "Sin")
+    )
+    ends = [parameter(name, np.array([n])) for name, n in (("end", 8), ("axis", 3), ("step", 2))]
+    even, odd = (
+        op("Slice", [x, parameter(f"first{first}", np.array([first])), *ends], [*shape[:3], 4]) for first in (0, 1)
+    )
+    factors = [(even, cos), (odd, sin), (odd, cos), (even, sin)]
+    products = [op("Mul", pair[::-1] if angles_first else pair, even.shape) for pair in factors]
+    parts = [op("Sub", products[:2], even.shape), op("Add", products[2:], even.shape)]
+    model = model_of([x, positions], [named("y", op("Concat", parts, shape, axis=-1))])
+    outcome = apply(lowering(model, max_tokens=16), rotary_tables)
+    assert (outcome.matched, outcome.declined) == (1, ())
+
+
+def test_parts_of_two_sizes_are_no_halves() -> None:
+    """One channel is turned against each of four."""
+    x, positions = value("x", [*HEADS[:3], 5]), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
+    angle = angles(positions, parameter("frequencies", FREQUENCIES))
+    heads = parameter("heads", np.array([1]))
+    cos, sin = (
+        op("Unsqueeze", [op(f, [angle], angle.shape), heads], ["batch", 1, "tokens", 4]) for f in ("Cos", "Sin")
+    )
+    cuts, axis = [parameter(f"cut{cut}", np.array([cut])) for cut in (0, 1, 5)], parameter("axis", np.array([3]))
+    one, four = (op("Slice", [x, *cuts[n : n + 2], axis], [*HEADS[:3], size]) for n, size in ((0, 1), (1, 4)))
+    products = [op("Mul", pair, four.shape) for pair in ((one, cos), (four, sin), (four, cos), (one, sin))]
+    parts = [op("Sub", products[:2], four.shape), op("Add", products[2:], four.shape)]
+    model = model_of([x, positions], [named("y", op("Concat", parts, HEADS, axis=-1))])
+    assert apply(lowering(model, max_tokens=16), rotary_tables).matched == 0
+
+
 def test_a_product_with_the_conjugate_is_none() -> None:
     """Turned the other way, which no table of these angles does."""
     x, positions = value("q", HEADS), value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
