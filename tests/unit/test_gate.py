@@ -442,7 +442,7 @@ BOUNDARIES: list[tuple[str, Evidence, Outcome]] = [
     ("prompt_kl", make(shadow=shadow_items(kl=0.22)), Outcome.PASS),
     ("prompt_kl", make(shadow=shadow_items(kl=0.24)), Outcome.FAIL),
     ("parity_experts", ALL_EXPERTS, Outcome.PASS),
-    ("parity_experts", of_experts([(200, 200, 0, 0), (100, 200, 100, 0)]), Outcome.FAIL),  # three of four
+    ("parity_experts", of_experts([(200, 200, 0, 0), (100, 200, 100, 0)]), Outcome.INCONCLUSIVE),  # three of four
     ("parity_kl", make(parity=parity_items(kl=4e-4)), Outcome.PASS),
     ("parity_kl", make(parity=parity_items(kl=2e-3)), Outcome.FAIL),
     ("parity_top_token", make(parity=parity_items(agree=1.0)), Outcome.PASS),

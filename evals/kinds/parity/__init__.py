@@ -263,13 +263,19 @@ def _state_checks(report: Report[ParityReport, ParityItem], bounds: ParityBounds
 
 
 def _expert_checks(report: Report[ParityReport, ParityItem], bounds: ParityBounds) -> list[Check]:
-    """None for a model without experts."""
+    """None for a model without experts. Too few are missing evidence: more documents can only reach more."""
     reached = {
         name: sum(any(item.visits[name][expert] for item in report.items) for expert in range(count)) / count
         for name, count in report.record.experts.items()
     }
     title = "share of the experts of one layer that the documents of parity reach"
-    return [at_least("parity_experts", title, reached, bounds.min_parity_experts, "layers")] if reached else []
+    if not reached:
+        return []
+    check = at_least("parity_experts", title, reached, bounds.min_parity_experts, "layers")
+    if check.outcome is Outcome.FAIL:
+        remedy = "raise `evaluate.parity_documents`, or lower `gate.min_parity_experts` if the router starves experts"
+        check = check.model_copy(update={"outcome": Outcome.INCONCLUSIVE, "reason": f"{check.reason}: {remedy}"})
+    return [check]
 
 
 def _worst(items: Sequence[ParityItem], condition: Condition) -> Check:
