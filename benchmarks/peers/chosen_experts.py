@@ -18,7 +18,7 @@ import torch
 def chosen_experts(checkpoint: Path, streams: Sequence[Sequence[int]], first: int) -> list[torch.Tensor]:
     """By layer, the experts ``[B, T - first, K]`` that tokens from number ``first`` of each stream choose.
 
-    ``checkpoint``: folder with a model of transformers that has experts; it is held in memory.
+    Streams have equal lengths. ``checkpoint``: folder with a model of transformers with experts; it is held in memory.
     """
     from transformers import AutoModelForCausalLM
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -27,18 +27,14 @@ def chosen_experts(checkpoint: Path, streams: Sequence[Sequence[int]], first: in
     inner = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
     def noting(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        calls.append(index.view(-1, index.shape[-1])[first:].clone())
+        calls.append(index.view(len(streams), -1, index.shape[-1])[:, first:].clone())
         return inner(module, hidden, index, weights)
 
     ALL_EXPERTS_FUNCTIONS.register("noting", noting)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", experts_implementation="noting")
-    by_stream: list[list[torch.Tensor]] = []
     with torch.inference_mode():
-        for stream in streams:
-            calls.clear()
-            model.model(torch.tensor([list(stream)]), use_cache=False)
-            by_stream.append(list(calls))
-    return [torch.stack(layer) for layer in zip(*by_stream, strict=True)]
+        model.model(torch.tensor([list(stream) for stream in streams]), use_cache=False)
+    return calls
 
 
 def distinct(layers: Iterable[torch.Tensor]) -> float:

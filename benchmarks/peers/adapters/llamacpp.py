@@ -50,7 +50,10 @@ class LlamaCpp:
         self._threads = threads
         llama.llama_backend_init()
         path = folder / MODEL
-        self._model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+        parameters = llama.llama_model_default_params()
+        # Matmuls of its AMX backend end with a segmentation fault in this version (ggml_backend_amx_mul_mat).
+        parameters.use_extra_bufts = " amx_tile" not in Path("/proc/cpuinfo").read_text()
+        self._model = llama.llama_model_load_from_file(str(path).encode(), parameters)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot read {path}")
         self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
