@@ -32,7 +32,7 @@ from runtime.wire.limits import Limits
 from runtime.wire.messages import GenerateRequest
 from tapeout.errors import ExitCode
 
-BAR_US = 100.0  # that Python may add to a step (reference: 0.1 ms at 32 streams)
+BAR_US = 100.0  # that Python may add to a step
 VOCABULARY, PROMPT_TOKENS, TOKEN = 32_000, 64, 5
 WARMUP_STEPS = 20
 

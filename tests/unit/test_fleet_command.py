@@ -144,6 +144,7 @@ def test_a_key_or_bundle_that_is_missing_is_named_before_anything_starts(
         ("up: {bundle: b, engines: {options: [--pool, decode]}}", "`--pool` is no option here: `pools` in the file"),
         ("up: {bundle: b}\nscaling: {}\npools: {}", "`scaling` is of a fleet without `pools`"),
         ("up: {bundle: b, decode: {}}", "`up.prefill` and `up.decode` are of engines in `pools`"),
+        ("up: {bundle: b}\nreleases: sqlite:///plans.db", "`releases` is of engines that run already"),
         ("up: {}", "`up.bundle` is missing"),
         ("engines: [tcp:h:1\nkey: k", "no YAML on line 2"),
         ("engines: [tcp:h:1]\nslo: {availability: 99.9}", "`slo.availability`: input should be less than 1, not 99.9"),

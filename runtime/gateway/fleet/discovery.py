@@ -125,6 +125,14 @@ class FleetFile(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _require_releases_of_its_own(self) -> FleetFile:
+        if self.releases is not None and self.up is not None:
+            raise ValueError(
+                "`releases` is of engines that run already: `tapeout fleet release` does not change those of `up`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _require_one_scaling(self) -> FleetFile:
         if self.pools is not None and self.scaling is not None:
             raise ValueError("`scaling` is of a fleet without `pools`: each pool has its own `least`, `most` and so on")
