@@ -1,7 +1,8 @@
 """The code of every stage as hashes, so that a stage runs again exactly when code it can reach has changed.
 
 A stage reaches what its function in ``wiring.py`` imports, what that imports in turn, and the files of these packages
-that are not Python (C and CUDA sources, page templates). Imports inside functions count, imports for types only do not.
+that are not Python (C and CUDA sources, page templates). Of the modules of ``WIRING``, which serve many stages, only
+the functions that it uses count. Imports inside functions count, imports for types only do not.
 Comments and docstrings are no part of a hash. The recipe's modules count by what they give a stage: its resolved
 parameters (``environment.py``) and the constants of ``tapeout.recipe``.
 """
@@ -19,7 +20,8 @@ import grimp
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("tapeout", "pipeline", "quantization", "engines", "evals", "runtime")
-WIRING = "pipeline.stages.wiring"
+# The functions of stages, and what these share. Names are unique over all three.
+WIRING = ("pipeline.stages.wiring", "pipeline.stages.inputs", "pipeline.stages.measurement")
 LOADER = "engines.load"  # imports the recipe's target by its name
 DATA_SUFFIXES = (".c", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".j2")
 # Messages do not change what is computed.
@@ -40,20 +42,20 @@ Stage = Callable[..., object]  # a function of ``wiring.py``, or its ``_measure`
 
 
 def code_hashes(stages: Mapping[str, Stage], target: str) -> dict[str, dict[str, str]]:
-    """By stage: the functions of ``wiring.py`` and every file that it can reach, with the sha256 of each.
+    """By stage: its functions of ``WIRING`` and every file that it can reach, with the sha256 of each.
 
     ``target``: the one whose engines the recipe builds.
     """
     graph = _graph()
     dynamic = _found_by_listing(graph, target)
-    wiring = ast.parse(_source(WIRING).read_text())
+    wiring = ast.Module([node for module in WIRING for node in ast.parse(_source(module).read_text()).body], [])
     hashes: dict[str, dict[str, str]] = {}
     for stage, function in stages.items():
         names, modules = _entry(function)
         reached = _reached(wiring, names)
         roots = modules | _imports(graph, wiring, reached.values())
         hashes[stage] = {
-            f"{WIRING}:{names[0]}": _sha256(_statements(reached.values())),
+            f"{WIRING[0]}:{names[0]}": _sha256(_statements(reached.values())),
             **_files(_closure(graph, roots, dynamic)),
         }
     return hashes
@@ -98,7 +100,7 @@ def _methods_of(name: str, tree: ast.AST) -> set[str]:
 
 
 def _reached(wiring: ast.Module, names: Iterable[str]) -> dict[str, ast.FunctionDef]:
-    """These functions of the module, and those of the same module that they use, directly or not."""
+    """These functions of ``WIRING``, and those of it that they use, directly or not."""
     known = {node.name: node for node in wiring.body if isinstance(node, ast.FunctionDef)}
     for node in wiring.body:
         if isinstance(node, ast.ClassDef):
@@ -115,7 +117,7 @@ def _reached(wiring: ast.Module, names: Iterable[str]) -> dict[str, ast.Function
 
 
 def _imports(graph: grimp.ImportGraph, wiring: ast.Module, functions: Iterable[ast.FunctionDef]) -> set[str]:
-    """Modules of ours that are imported at the top of the module or in these functions."""
+    """Other modules of ours that are imported at the top of those of ``WIRING`` or in these functions."""
     top = [node for node in wiring.body if isinstance(node, ast.ImportFrom)]
     inner = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
     names = {(node.module or "", alias.name) for node in (*top, *inner) for alias in node.names}
@@ -123,7 +125,7 @@ def _imports(graph: grimp.ImportGraph, wiring: ast.Module, functions: Iterable[a
         name
         for module, inside in names
         for name in [f"{module}.{inside}" if f"{module}.{inside}" in graph.modules else module]
-        if name in graph.modules
+        if name in graph.modules and name not in WIRING
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.gate.evidence import Run, speed_sample, task_items
-from benchmarks.gate.simulate import good_evidence
+from benchmarks.gate.whole import good_evidence
 from evals.check import Outcome
 from evals.gate import judge
 from evals.kind import Bounds, Evidence

@@ -12,7 +12,9 @@ from scipy.special import stdtrit
 
 import evals.conditions
 import evals.kinds.tasks
-from benchmarks.gate.simulate import BAD, BOUND, EQUAL, GOOD, NONE, RARE, Result, Row, page, rows, run_row
+from benchmarks.gate.page import page
+from benchmarks.gate.rows import BAD, BOUND, EQUAL, GOOD, NONE, RARE, Result, Row, run_row
+from benchmarks.gate.simulate import rows
 from evals.statistics import Estimate, bounded_mean
 
 RUNS = 100
