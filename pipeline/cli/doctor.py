@@ -339,7 +339,22 @@ def bundle(folder: Path) -> Finding:
     except TapeoutError as error:
         return Finding(subject, Status.BROKEN, f"no: {error.found}", error.remedy)
     target = f"{found.record.target}{hardware.level and f':{hardware.level}'}"
-    return Finding(subject, Status.OK, f"yes: {target}, {found.record.precision}{_recurrent(found.record.io)}")
+    return Finding(subject, Status.OK, f"yes: {target}, {found.record.precision}{_state(found.record.io)}")
+
+
+def _state(io: IOContract) -> str:
+    """What a server keeps of each sequence."""
+    return _kv_cache(io) + _recurrent(io)
+
+
+def _kv_cache(io: IOContract) -> str:
+    if not io.token_bytes:
+        return ""
+    whole = io.slots * io.max_tokens * io.token_bytes / 1024**2
+    return (
+        f"; {io.token_bytes / 1024:,.1f} KiB of KV cache a token ({whole:,.1f} MiB for {io.slots} sequences of "
+        f"{io.max_tokens:,} tokens)"
+    )
 
 
 def _recurrent(io: IOContract) -> str:

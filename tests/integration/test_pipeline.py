@@ -17,6 +17,7 @@ import yaml
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from evals.verdict import Verdict
+from pipeline.cli import doctor
 from pipeline.recipe import load_recipe
 from pipeline.recipes import shipped
 from pipeline.stages import wiring
@@ -111,6 +112,12 @@ def test_a_chosen_plan_passes_and_can_be_promoted(project: Path, monkeypatch: py
     assert incumbent("tiny", verdict.record.candidate) is None
     report = (project / "artifacts" / "report" / "report.html").read_text()
     assert "PASS" in report and "http" not in re.sub(r"http://www\.w3\.org/\S+", "", report)
+
+
+def test_doctor_says_what_a_token_takes_of_the_kv_cache(project: Path) -> None:
+    """4 layers of 2 heads of 32 channels, keys and values in 4 bytes; 8 sequences of 512 tokens."""
+    found = doctor.bundle(project / "artifacts" / "baseline")
+    assert "; 2.0 KiB of KV cache a token (8.0 MiB for 8 sequences of 512 tokens)" in found.found
 
 
 @pytest.mark.parametrize("name", wiring.STAGES)
