@@ -264,11 +264,8 @@ def _measure(kind: EvidenceKind[Any, Any, Any], recipe: Recipe) -> None:
     from engines.load import not_executable
     from evals.not_executed import write_not_executed
 
-    context, folder, candidate = (
-        Measurement(recipe, kind.stage),
-        ARTIFACTS / kind.folder,
-        load_bundle(ARTIFACTS / "candidate"),
-    )
+    context, folder = Measurement(recipe, kind.stage), ARTIFACTS / kind.folder
+    candidate = load_bundle(ARTIFACTS / "candidate")
     reason = not_executable(candidate)
     if not reason:
         import_module(kind.measure_module).measure(context, folder)
