@@ -33,7 +33,6 @@ from pipeline.stages.measurement import Measurement
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import RecipeError
-from tapeout.fingerprint import cpu_features
 from tapeout.recipe import Rule
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def _environment(recipe: Recipe) -> None:
     from engines.load import graph_target
     from pipeline.stages.candidate import require_computed, require_kept
     from pipeline.stages.code import code_hashes, module_hashes
-    from pipeline.stages.environment import libraries, listed, machine, resolved
+    from pipeline.stages.environment import accelerators, libraries, listed, machine, resolved
 
     target = graph_target(recipe.build.target)
     target.require_machine()
@@ -90,7 +89,7 @@ def _environment(recipe: Recipe) -> None:
     }
     for kind in KINDS:
         if kind.stage:  # evidence that was not taken is taken where the target's hardware is
-            code[kind.stage]["hardware"] = sorted({*target.features()} - {*cpu_features()})
+            code[kind.stage]["hardware"] = accelerators(target)
     files = {
         "libraries": libraries(recipe.build.target),
         "machine": machine(),
