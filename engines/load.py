@@ -14,7 +14,7 @@ from engines.protocol import Engine
 from engines.target import GraphTarget, HardwareTarget, Probe, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact
-from tapeout.errors import ArtifactError, BuildError, FingerprintError, RequestError, one_line
+from tapeout.errors import ArtifactError, BuildError, FingerprintError, RequestError
 from tapeout.file_hashes import Identity, identity
 from tapeout.fingerprint import Fingerprint, require_match
 from tapeout.signing import require_signed_pass
@@ -135,7 +135,7 @@ def not_executable(bundle: Artifact[EngineBundle]) -> str:
     except FingerprintError as error:
         if not find_target(bundle.record.target).capabilities.ahead_of_time:
             raise
-        return one_line(error.found)
+        return error.found
     levels = [one.level for one in bundle.record.hardware if not one.emulated]
     return f"this machine has no {' or '.join(levels)}" if here.emulated and levels else ""
 
