@@ -14,7 +14,7 @@ from engines.protocol import Engine
 from engines.target import GraphTarget, HardwareTarget, Probe, Target
 from tapeout import artifact
 from tapeout.artifact import Artifact
-from tapeout.errors import ArtifactError, BuildError, RequestError
+from tapeout.errors import ArtifactError, BuildError, FingerprintError, RequestError
 from tapeout.file_hashes import Identity, identity
 from tapeout.fingerprint import Fingerprint, require_match
 from tapeout.signing import require_signed_pass
@@ -122,6 +122,22 @@ def runs_here(bundle: Artifact[EngineBundle], level: str = "") -> Fingerprint:
     chosen = at_level(bundle, level).record.hardware[0]
     here = find_target(bundle.record.target).fingerprint()
     return here.model_copy(update={"level": chosen.level, "emulated": chosen.emulated})
+
+
+def not_executable(bundle: Artifact[EngineBundle]) -> str:
+    """Why this machine cannot execute a bundle that is built on any machine, as a clause; empty where it can.
+
+    Emulation executes nothing, unless the bundle has no other level. :class:`FingerprintError` for a bundle of a target
+    that builds for the machine it is built on.
+    """
+    try:
+        here = at_level(bundle).record.hardware[0]
+    except FingerprintError as error:
+        if not find_target(bundle.record.target).capabilities.ahead_of_time:
+            raise
+        return error.found
+    levels = [one.level for one in bundle.record.hardware if not one.emulated]
+    return f"this machine has no {' or '.join(levels)}" if here.emulated and levels else ""
 
 
 def open_probe(bundle: Artifact[EngineBundle], scratch: Path, *, threads: int = 0) -> Probe:

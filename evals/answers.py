@@ -95,6 +95,11 @@ class Answerer(Protocol):
         """Tokens that were drafted so far, and how many of them were accepted."""
         ...
 
+    @property
+    def steps_ahead(self) -> int:
+        """Steps so far that began before the one before had ended."""
+        ...
+
     def answer(self, asks: Sequence[Ask], *, leaves: Leaves | None = None, progress: str | None = None) -> list[Answer]:
         """Answers to requests that arrive at once, in their order. ``leaves``: whether a client has read enough."""
         ...

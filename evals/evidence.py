@@ -15,8 +15,9 @@ from typing import Any
 from engines.bundle import EngineBundle
 from evals.as_asked import not_as_asked
 from evals.gate import judge
-from evals.kind import Bounds, Evidence
+from evals.kind import Bounds, Evidence, EvidenceKind
 from evals.known import kinds
+from evals.not_executed import NotExecuted
 from evals.policy import settings_of
 from evals.rules import short
 from evals.verdict import Verdict
@@ -52,7 +53,11 @@ def load_evidence(artifacts: Path, recipe: BaseRecipe) -> Evidence:
     headers = {name: load_header(artifacts / name) for name in dict.fromkeys((*LINEAGE, *measured()))}
     problems = [problem for name in headers for problem in _parents(name, headers)]
     problems += not_as_asked(headers, recipe)
-    reports = {kind.name: kind.load(artifacts / kind.folder, recipe) for kind in kinds() if kind.needed != "never"}
+    reports = {
+        kind.name: kind.load(artifacts / kind.folder, recipe)
+        for kind in kinds()
+        if _is_of(kind, headers.get(kind.folder))
+    }
     for kind in kinds():
         if (report := reports.get(kind.name)) is not None:
             problems += kind.deviations(report, recipe)
@@ -72,7 +77,26 @@ def load_evidence(artifacts: Path, recipe: BaseRecipe) -> Evidence:
         reports=reports,
         settings=settings_of(recipe),
         calibrated_on=_calibrated_on(artifacts / "calibration", headers["calibration"]),
+        not_executed=next(
+            (
+                header.record["reason"]
+                for header in headers.values()
+                if header.artifact_type == NotExecuted.artifact_type
+            ),
+            "",
+        ),
     )
+
+
+def _is_of(kind: EvidenceKind[Any, Any, Any], found: Header | None) -> bool:
+    """Whether what lies in the kind's folder is to be read as its report.
+
+    A kind that an engine needs is read, and refused, unless a stage says there why it has no such report.
+    """
+    if found is None or found.artifact_type in kind.artifact_types:
+        return found is not None
+    instead = {name for other in kinds() if other.folder == kind.folder for name in other.artifact_types}
+    return kind.needed != "never" and found.artifact_type not in {NotExecuted.artifact_type, *instead}
 
 
 def require_reproducible(verdict: Artifact[Verdict], artifacts: Path, recipe: BaseRecipe) -> None:

@@ -80,6 +80,7 @@ class Evidence:
     reports: Mapping[str, Report[Any, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # how the recipe asks for them to be measured
     absent: tuple[str, ...] = ()  # types of reports of an executed engine that are not there; filled in by the gate
+    not_executed: str = ""  # why stages have not executed the candidate, as a clause
     calibrated_on: frozenset[str] = frozenset()  # hashes of the token ids of calibration samples
 
     @property
@@ -222,6 +223,8 @@ class EvidenceKind(Generic[R, T, B]):
     needed: ClassVar[Literal["always", "executed", "never"]] = "executed"
     stage: ClassVar[str] = ""  # the stage that writes the report; empty: another kind's, or none
     measure_module: ClassVar[str] = ""  # its ``measure(context, folder)`` is that stage
+    # Its ``measure(context, folder, reason)`` is the stage where kernels of absent hardware can be emulated.
+    emulated_module: ClassVar[str] = ""
     sections: ClassVar[Mapping[str, type[Section]]] = {}  # of the recipe, by name
     artifact_types: ClassVar[tuple[str, ...]] = ()  # of its report
     items_file: ClassVar[str] = ""

@@ -29,7 +29,12 @@ class Verdict(Record):
     parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
-        **{kind.folder: kind.artifact_types for kind in kinds() if kind.folder},
+        **{
+            folder: tuple(
+                dict.fromkeys(name for kind in kinds() if kind.folder == folder for name in kind.artifact_types)
+            )
+            for folder in dict.fromkeys(kind.folder for kind in kinds() if kind.folder)
+        },
     }
 
     outcome: Outcome

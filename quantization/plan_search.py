@@ -222,18 +222,23 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Menus:
-    """What each unit may get: linears by the unit's name, the embeddings, and the KV cache."""
+    """What each unit may get: linears by the unit's name, the embeddings, and the KV cache.
+
+    ``int8_inputs``: see :class:`Candidates`.
+    """
 
     units: Mapping[str, Unit]
     schemes: Mapping[str, tuple[Scheme, ...]]  # of units and of the embeddings
     caches: tuple[KVCache, ...]
+    int8_inputs: bool
 
     @classmethod
     def of(cls, wanted: Plan, graph: PortableGraph, candidates: Candidates) -> _Menus:
         units = {unit.name: unit for unit in units_of(graph, wanted.layers_per_group)}
         schemes = {name: candidates_of(unit.groups[0], candidates) for name, unit in units.items()}
         embeddings = embedding_schemes(wanted.embeddings, graph.hidden_size)
-        return cls(units, schemes | {EMBEDDINGS: embeddings}, caches(wanted.kv_cache, graph, candidates))
+        kept = caches(wanted.kv_cache, graph, candidates)
+        return cls(units, schemes | {EMBEDDINGS: embeddings}, kept, candidates.int8_inputs)
 
     def scheme(self, unit: str, name: str) -> Scheme:
         return next(scheme for scheme in self.schemes[unit] if scheme.name == name)
@@ -291,7 +296,7 @@ class _Whole:
         tokens, positions = len(samples) * max(map(len, samples)), POSITIONS * len(samples)
         needs = simulation_needs(graph.record, [*menus.units.values()], tokens, positions, plans=True)
         require("measuring plans as a whole", needs, graph.folder)
-        self._simulation = Simulation(graph, samples, ())
+        self._simulation = Simulation(graph, samples, (), int8_inputs=menus.int8_inputs)
         self._disk = graph.folder.parent
         self._rounded: dict[str, tuple[str, dict[str, Simulated]]] = {}  # by unit: a scheme, and groups under it
 

@@ -54,7 +54,8 @@ class QuantizedReference:
     ``int8_activations`` rounds the inputs of quantized experts, and of every quantized linear without an input scale,
     per row and per group of their weights. Linears with an input scale always round to their static grid: that is part
     of the checkpoint, not of a kernel. ``fp8_activations`` rounds the inputs of linears in FP8 to E4M3, per token; such
-    inputs are never rounded to int8. ``recurrent_state``: bfloat16 rounds what each token leaves in a recurrence.
+    inputs are never rounded to int8. ``half_cache``: a KV cache that is not quantized is in float16, as on targets of
+    16-bit floats. ``recurrent_state``: bfloat16 rounds what each token leaves in a recurrence.
     """
 
     def __init__(
@@ -63,13 +64,14 @@ class QuantizedReference:
         *,
         int8_activations: bool = False,
         fp8_activations: bool = False,
+        half_cache: bool = False,
         recurrent_state: str = "float32",
     ) -> None:
         self.model, linears, experts = _load(folder)
         self._experts = {at: grid for at, grid in experts.items() if int8_activations}
         stored = KVScales.read(folder)
         self.kv_scales = {name: torch.from_numpy(scale) for name, scale in stored.scales.items()}
-        self.kv_dtype = stored.dtype
+        self.kv_dtype, self._half_cache = stored.dtype, half_cache
         self._states: dict[str, list[FloatArray]] = {}
         self._mixtures = dict(_mixtures(self.model))
         self._chosen: dict[str, list[int]] = {}
@@ -177,7 +179,7 @@ class QuantizedReference:
 
     def _round_state(self, layer: int, part: str, kept: Tensor) -> Tensor:
         if not self.kv_scales:
-            return kept
+            return kept.half().float() if self._half_cache else kept
         try:
             scale = self.kv_scales[scale_name(layer, part)]
         except KeyError as error:

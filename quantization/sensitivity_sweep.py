@@ -61,7 +61,8 @@ def sweep(
         artifact.create(folder, Sensitivity) as draft,
         ProgressBar(title="measuring sensitivity", unit="scheme", total=count) as progress,
     ):
-        simulation = Simulation(graph, chosen, {unit.first_layer for unit in units})
+        starts = {unit.first_layer for unit in units}
+        simulation = Simulation(graph, chosen, starts, int8_inputs=candidates.int8_inputs)
         for unit, schemes in work:
             kls = {FLOAT.name: 0.0}
             prepared = rounding.prepare(unit.groups)

@@ -48,8 +48,11 @@ class Simulated:
         decoded = self.linears[number].dequantize()
         return torch.from_numpy(decoded if self.scale.is_identity else decoded / self.scale.values)
 
-    def round_inputs(self, inputs: Tensor) -> Tensor:
+    def round_inputs(self, inputs: Tensor, *, int8: bool) -> Tensor:
+        """``int8``: those of integer codes are rounded by token and block, unless they have a static grid."""
         rounded = InputGrid.of(self.linears[0])
+        if rounded.input_scale is None and not rounded.by_token and not int8:
+            return inputs
         if self.scale.is_identity:
             return rounded(inputs)
         factor = torch.from_numpy(self.scale.values)
@@ -60,9 +63,15 @@ class Simulation:
     """The float model and what it says of ``samples`` of token ids."""
 
     def __init__(
-        self, graph: Artifact[PortableGraph], samples: Sequence[Sequence[int]], starts: Collection[int]
+        self,
+        graph: Artifact[PortableGraph],
+        samples: Sequence[Sequence[int]],
+        starts: Collection[int],
+        *,
+        int8_inputs: bool = True,
     ) -> None:
-        """``starts``: layers that a changed part may begin with."""
+        """``starts``: layers that a changed part may begin with. ``int8_inputs``: see :class:`Candidates`."""
+        self._int8_inputs = int8_inputs
         longest = max(map(len, samples))
         # No token sees those behind it, so shorter samples may end in any.
         self._ids = torch.tensor([[*sample, *[0] * (longest - len(sample))] for sample in samples])
@@ -128,7 +137,8 @@ class Simulation:
                 for number, (module, parameter) in enumerate(self._parameters[name]):
                     hooks = [*weight_at_call(module, partial(self._weight, name, group, number), parameter)]
                     if name != EMBEDDING and name not in self._experts:
-                        hooks.append(module.register_forward_pre_hook(input_hook(group.round_inputs)))
+                        rounded = partial(group.round_inputs, int8=self._int8_inputs)
+                        hooks.append(module.register_forward_pre_hook(input_hook(rounded)))
                     for hook in hooks:
                         stack.callback(hook.remove)
             yield

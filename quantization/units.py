@@ -26,10 +26,14 @@ Schemes = dict[str, Scheme]  # by group name, and EMBEDDING; fitted
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a plan chooses from, as its target has kernels: schemes of linears, and how keys and values are kept."""
+    """What a plan chooses from, as its target has kernels: schemes of linears, and how keys and values are kept.
+
+    ``int8_inputs``: of linears over integer codes, which kernels then round by token and block.
+    """
 
     schemes: tuple[Scheme, ...] = CANDIDATE_SCHEMES
     caches: tuple[KVCache, ...] = CACHE_CANDIDATES
+    int8_inputs: bool = True
 
 
 ALL_CANDIDATES = Candidates()

@@ -163,6 +163,7 @@ class Scheme(Frozen):
 FLOAT = Scheme(bits=32)
 STATIC_INT8 = Scheme(bits=8, activations="int8")
 FP8 = Scheme.model_validate({"format": "fp8"})
+FP8_DYNAMIC = Scheme.model_validate({"format": "fp8-dynamic"})
 
 # For linears. Groups of 128 shrink to 64 where they do not divide the inputs, and are 1.06 to 1.10 times as fast as 64
 # from eight rows on (docs/native-kernels.md). 5 bits in groups of 32 have 0.6 to 0.7 times the KL of 64 at 5 % more

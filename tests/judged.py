@@ -149,7 +149,7 @@ def write_evidence(artifacts: Path, evidence: Evidence, champion: ArtifactRef | 
     machine = load_record(artifacts / "candidate", EngineBundle).record.hardware[0]
     refs["champion"] = champion or refs["baseline"]
     for folder in dict.fromkeys(kind.folder for kind in kinds() if kind.needed == "executed"):
-        members = [kind for kind in kinds() if kind.folder == folder]
+        members = [kind for kind in kinds() if kind.folder == folder and kind.needed == "executed"]
         found = evidence.reports[members[0].name]
         if members[0].name == "speed":
             sizes = {"threads": 1, "prompt_tokens": 1, "new_tokens": 1}

@@ -247,6 +247,8 @@ def pressure(wrong: str = "", share: float = 0) -> Pressure:
         shares=True,
         scarce=True,
         constrains=True,
+        steps_at_once=1,
+        steps_ahead=0,
         answers=tuple(
             Pressed(
                 settings=name, answers=10, tokens=tokens, wrong=round(share * tokens) if name == wrong else 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from engines.bundle import EngineBundle
@@ -26,7 +27,11 @@ def gather(recipe: Recipe, artifacts: Path) -> ReportData:
     quantized = artifact.load(artifacts / "quantized", QuantizedModel)
     candidate = artifact.load(artifacts / "candidate", EngineBundle).record
     shown = [(kind, artifacts / kind.folder) for kind in kinds()]
-    found = (kind.block(folder, verdict) if _is_there(folder) else kind.absent for kind, folder in shown if kind.folder)
+    found = (
+        kind.block(folder, verdict) if _is_there(folder, kind.artifact_types) else kind.absent
+        for kind, folder in shown
+        if kind.folder
+    )
     blocks = tuple(block for block in found if block)
     lineage = dict.fromkeys((*MADE, *(kind.folder for kind in kinds() if kind.folder), "verdict"))
     return ReportData(
@@ -48,8 +53,11 @@ def gather(recipe: Recipe, artifacts: Path) -> ReportData:
     )
 
 
-def _is_there(folder: Path) -> bool:
-    return (folder / RECORD).is_file()
+def _is_there(folder: Path, artifact_types: Sequence[str] = ()) -> bool:
+    """Whether an artifact lies there, of one of these types where some are given."""
+    if not (folder / RECORD).is_file():
+        return False
+    return not artifact_types or read_payload(folder)["artifact_type"] in artifact_types
 
 
 def _plan(plan: Artifact[PrecisionPlan]) -> Planned:

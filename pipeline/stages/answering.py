@@ -62,8 +62,8 @@ class CoreAnswerer:
         sampler: BatchSampler | None = None,
         constrains: bool = False,
     ) -> None:
-        timed = ModelledTime(engine, blocks)
-        self.core = EngineCore(timed, limits, sampler, clock=timed.clock)
+        self._timed = ModelledTime(engine, blocks)
+        self.core = EngineCore(self._timed, limits, sampler, clock=self._timed.clock)
         self.constrains = constrains
         self.max_tokens = engine.capabilities.max_tokens
         self._ids = count()
@@ -72,6 +72,10 @@ class CoreAnswerer:
     def drafts(self) -> tuple[int, int]:
         stats = self.core.stats()
         return stats.drafted_tokens, stats.accepted_tokens
+
+    @property
+    def steps_ahead(self) -> int:
+        return self._timed.steps_ahead
 
     def answer(self, asks: Sequence[Ask], *, leaves: Leaves | None = None, progress: str | None = None) -> list[Answer]:
         requests = [_request(f"{next(self._ids)}", ask) for ask in asks]

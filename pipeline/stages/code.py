@@ -83,14 +83,15 @@ def _found_by_listing(graph: grimp.ImportGraph, target: str) -> dict[str, list[s
 def _entry(function: Stage) -> tuple[list[str], set[str]]:
     """Where a stage begins: functions of ``wiring.py``, and modules.
 
-    A kind of evidence begins in the module that measures it, and reaches the methods of ``Measurement`` that are named
+    A kind of evidence begins in the modules that measure it, and reaches the methods of ``Measurement`` that are named
     there.
     """
     if not isinstance(function, partial):
         return [function.__name__], set()
-    module = function.args[0].measure_module
-    tree = ast.parse(_source(module).read_text())
-    return [function.func.__name__, *sorted(_methods_of("context", tree))], {module}
+    kind = function.args[0]
+    modules = {module for module in (kind.measure_module, kind.emulated_module) if module}
+    methods = set[str]().union(*(_methods_of("context", ast.parse(_source(module).read_text())) for module in modules))
+    return [function.func.__name__, *sorted(methods)], modules
 
 
 def _methods_of(name: str, tree: ast.AST) -> set[str]:

@@ -14,7 +14,9 @@ import yaml
 from pydantic import BaseModel
 
 from engines.load import find_target
+from engines.target import Target
 from pipeline.recipe import Recipe
+from tapeout.errors import FingerprintError
 from tapeout.fingerprint import cpu_features
 from tapeout.recipe import Section
 
@@ -40,6 +42,14 @@ def machine() -> dict[str, object]:
     from tapeout.cores import physical_cores
 
     return {"machine": platform.machine(), "cpu_features": list(cpu_features()), "cores": physical_cores()}
+
+
+def accelerators(target: Target[Any]) -> list[str]:
+    """What bundles of the target run on here beside the processor; nothing where they do not run."""
+    try:
+        return sorted({*target.fingerprint().features} - {*cpu_features()})
+    except FingerprintError:
+        return []
 
 
 def listed(pipeline: str, stage: str) -> list[str]:

@@ -168,6 +168,7 @@ class Measurement:
             quantized.folder,
             int8_activations=capabilities.int8_activations,
             fp8_activations=capabilities.fp8_activations,
+            half_cache=capabilities.float_type == "fp16",
             recurrent_state=quantized.record.recurrent_state,
         )
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from evals.kind import EvidenceKind
     from pipeline.registry.release import Release
 
+ACCEPTED = ARTIFACTS / "accepted.json"
+FLOAT_PRECISION = "float32"  # what the float engine is called, whatever floats its target has
 HARDWARE_TARGET = "tensorrt-rtx"  # of pipeline/targets/dvc.yaml
 
 
@@ -71,7 +73,7 @@ def _environment(recipe: Recipe) -> None:
     from engines.load import graph_target
     from pipeline.stages.candidate import require_computed, require_kept
     from pipeline.stages.code import code_hashes, module_hashes
-    from pipeline.stages.environment import libraries, listed, machine, resolved
+    from pipeline.stages.environment import accelerators, libraries, listed, machine, resolved
 
     target = graph_target(recipe.build.target)
     target.require_machine()
@@ -82,7 +84,12 @@ def _environment(recipe: Recipe) -> None:
     parameters = {name: listed("dvc.yaml", name) for name in STAGES}
     hashes["hardware"] = module_hashes("pipeline.stages.hardware", HARDWARE_TARGET)
     parameters["hardware"] = listed("pipeline/targets/dvc.yaml", "engines")
-    code = {name: {"code": hashes[name], "recipe": resolved(recipe, parameters[name])} for name in hashes}
+    code: dict[str, dict[str, object]] = {
+        name: {"code": hashes[name], "recipe": resolved(recipe, parameters[name])} for name in hashes
+    }
+    for kind in KINDS:
+        if kind.stage:  # evidence that was not taken is taken where the target's hardware is
+            code[kind.stage]["hardware"] = accelerators(target)
     files = {
         "libraries": libraries(recipe.build.target),
         "machine": machine(),
@@ -114,6 +121,21 @@ def _export(recipe: Recipe) -> None:
         parents={"source": source},
         progress=stage_progress("export"),
     )
+
+
+def _accept(recipe: Recipe) -> None:
+    """The target lowers the graph, or refuses a part of it by name before anything takes long.
+
+    The file does not say for which target, so what depends on it is not stale for another one.
+    """
+    from engines.compile import lower, lowering_for
+    from engines.load import graph_target
+    from quantization.compressed_tensors import open_checkpoint
+
+    graph, target, progress = load_graph(), graph_target(recipe.build.target), stage_progress("accept")
+    lowering = lowering_for(target, graph, open_checkpoint(graph.folder), FLOAT_PRECISION, kv_scales={})
+    lower(lowering, target.passes().every, progress)
+    ACCEPTED.write_text(json.dumps({"graph": graph.digest}) + "\n")
 
 
 def _calibrate(recipe: Recipe) -> None:
@@ -187,7 +209,7 @@ def _build_baseline(recipe: Recipe) -> None:
         open_checkpoint(graph.folder),
         ARTIFACTS / "baseline",
         target=graph_target(recipe.build.target),
-        precision="float32",
+        precision=FLOAT_PRECISION,
         slots=recipe.build.slots,
         kv_scales={},
         parents={"graph": graph},
@@ -237,8 +259,19 @@ def _report(recipe: Recipe) -> None:
 
 
 def _measure(kind: EvidenceKind[Any, Any, Any], recipe: Recipe) -> None:
-    """The stage of a kind of evidence."""
-    import_module(kind.measure_module).measure(Measurement(recipe, kind.stage), ARTIFACTS / kind.folder)
+    """The stage of a kind of evidence. Where the candidate's hardware is not, it writes what there is instead."""
+    from engines.load import not_executable
+    from evals.not_executed import write_not_executed
+
+    context, folder = Measurement(recipe, kind.stage), ARTIFACTS / kind.folder
+    candidate = load_bundle(ARTIFACTS / "candidate")
+    reason = not_executable(candidate)
+    if not reason:
+        import_module(kind.measure_module).measure(context, folder)
+    elif kind.emulated_module and any(one.emulated for one in candidate.record.hardware):
+        import_module(kind.emulated_module).measure(context, folder, reason)
+    else:
+        write_not_executed(folder, candidate, reason)
 
 
 def register_candidate(recipe: Recipe, *, key: Path | None = None, repair: bool = False) -> Artifact[Release]:
@@ -256,6 +289,7 @@ STAGES: dict[str, Callable[[Recipe], object]] = {
     "environment": _environment,
     "fetch": _fetch,
     "export": _export,
+    "accept": _accept,
     "calibrate": _calibrate,
     "sensitivity": _sensitivity,
     "plan": _plan,

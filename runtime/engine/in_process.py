@@ -21,11 +21,15 @@ Leaves = Callable[[GenerateRequest, Sequence[int]], bool]
 
 
 class ModelledTime:
-    """An engine with a clock that only its steps move on. ``blocks``: that it shows at most."""
+    """An engine with a clock that only its steps move on. ``blocks``: that it shows at most.
+
+    ``steps_ahead``: that began before the one before had ended.
+    """
 
     def __init__(self, engine: Engine, blocks: int | None = None) -> None:
         has = engine.capabilities
         self._engine, self.now = engine, 0.0
+        self.steps_ahead = self._running = 0
         self.capabilities: EngineCapabilities = replace(has, blocks=min(has.blocks, blocks or has.blocks))
 
     @property
@@ -41,9 +45,12 @@ class ModelledTime:
     def begin(self, batch: Sequence[Entry]) -> Finish:
         """Time goes on when the step ends: where two were begun, they run one after the other."""
         finish, tokens = self._engine.begin(batch), sum(len(entry.tokens) for entry in batch)
+        self.steps_ahead += self._running > 0
+        self._running += 1
 
         def ended() -> list[Result]:
             self.now += STEP_SECONDS + TOKEN_SECONDS * tokens
+            self._running -= 1
             return finish()
 
         return ended

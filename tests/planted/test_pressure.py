@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from engines.protocol import Engine, Entry, FloatArray, Result
+from engines.protocol import Engine, Entry, Finish, FloatArray, Result
 from engines.sequences import Sequences
 from evals.check import Outcome
 from evals.kinds.serving import (
+    AHEAD,
     PRESSED,
     Pressed,
     Pressure,
@@ -67,13 +69,33 @@ class StateEngine(HistoryEngine):
         return super()._feed(entry._replace(tokens=states))
 
 
+class AheadEngine(StateEngine):
+    """Takes two steps at once, and computes each when its end is waited for, as late as a device may."""
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.capabilities = replace(self.capabilities, steps_at_once=2)
+        self.before: list[Result] = []
+
+    def begin(self, batch: Sequence[Entry]) -> Finish:
+        fed = [entry._replace(tokens=tuple(entry.tokens), blocks=tuple(entry.blocks)) for entry in batch]
+
+        def finish() -> list[Result]:
+            chosen = [None if one.tokens is None else one.tokens[-1:].tolist() for one in self.before]
+            told = [one if one.follows is None else one._replace(tokens=chosen[one.follows] or []) for one in fed]
+            self.before = self.step([one._replace(follows=None) for one in told])
+            return self.before
+
+        return finish
+
+
 def answerer(engine: Engine, *, blocks: int | None = None) -> CoreAnswerer:
     compiler = ConstraintCompiler(tokenizer().to_str(), V, [END])
     return CoreAnswerer(engine, Limits(), blocks=blocks, sampler=BatchSampler(V, compiler), constrains=True)
 
 
-def answers(shares_blocks: bool = True) -> Pressure:
-    engine = StateEngine(V, slots=16, max_tokens=128, block_tokens=16 if shares_blocks else 0)
+def answers(shares_blocks: bool = True, kind: type[StateEngine] = StateEngine) -> Pressure:
+    engine = kind(V, slots=16, max_tokens=128, block_tokens=16 if shares_blocks else 0)
     for block in engine.held:  # so that a wrong read gives wrong tokens, not a failure of the engine
         block[:] = [0] * len(block)
 
@@ -100,6 +122,35 @@ def test_a_sound_core_answers_rightly_under_pressure(shares_blocks: bool) -> Non
         assert all(one.cached for one in found.values())
         assert found["penalties"].preempted and found["draws"].preempted, "else a bad resumption would not show"
         assert found["drafts"].accepted
+
+
+def test_a_sound_core_begins_steps_ahead_of_greedy_requests_alone() -> None:
+    pressure = answers(kind=AheadEngine)
+    assert not failed(pressure) and pressure_problems("report", pressure) == []
+    found = {one.settings: one for one in pressure.answers}
+    assert found.keys() == {*PRESSED, AHEAD} and not any(one.wrong or one.gap for one in found.values())
+    assert pressure.steps_at_once == 2 and pressure.steps_ahead > 20
+
+
+def test_a_step_ahead_that_follows_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EngineCore._entry
+
+    def of_the_first(self: EngineCore, work: Any, follows: int | None) -> Entry:
+        return entry(self, work, None if follows is None else 0)
+
+    monkeypatch.setattr(EngineCore, "_entry", of_the_first)
+    assert AHEAD in failed(answers(kind=AheadEngine))
+    assert not failed(answers())
+
+
+def test_greedy_requests_that_wait_for_each_token_are_no_evidence_of_steps_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(EngineCore, "_runs_ahead", lambda *_: False)
+    assert (
+        "has no step that began before the one before had ended"
+        in pressure_problems("report", answers(kind=AheadEngine))[0]
+    )
 
 
 def test_a_prefix_hit_that_skips_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

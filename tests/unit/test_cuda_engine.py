@@ -610,6 +610,62 @@ def test_a_step_that_begins_ahead_reads_the_tokens_on_the_device(opened: Engine)
     assert found == {number: expected[number][: fed[number]] for number in range(5)}
 
 
+PINNED = {
+    "two steps share their inputs": (
+        "Begun* to = &e->steps[e->begun % STEPS];",
+        "Begun* to = &e->steps[e->begun % STEPS];\n  to->inputs = e->steps[0].inputs;",
+        "pinned memory was written before it was copied",
+    ),
+    "a step that failed is not waited for": (
+        "e->driver.cuStreamSynchronize(e->stream); /* the failure is the first one's */",
+        "",
+        "pinned memory was written before it was copied",
+    ),
+    "two steps share their results": (
+        "memcpy(to, step->results, step->result_bytes);",
+        "memcpy(to, e->steps[0].results, step->result_bytes);",
+        "other tokens",
+    ),
+}
+
+
+def steps_behind_a_failure(engine: Engine, library: Path, at: int) -> list[list[int]]:
+    """Tokens of two steps at once, after one whose launch ``at`` failed."""
+    with stand_in(library, fail_at=at, error=719), pytest.raises(DeviceError, match="unspecified launch failure"):
+        engine.begin([Entry([9, 9, 9], 0, blocks(2))])
+    waiting = [engine.begin([Entry([5 + n], 0, blocks(n))]) for n in range(2)]
+    return [result.tokens.tolist() for finish in waiting for result in finish() if result.tokens is not None]
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_inputs_of_a_step_that_failed_are_not_read_behind_it(opened: Engine, library: Path, at: int) -> None:
+    alone = [opened.step([Entry([5 + n], 0, blocks(n))])[0].tokens for n in range(2)]
+    assert steps_behind_a_failure(opened, library, at) == [one.tolist() for one in alone if one is not None]
+
+
+@pytest.mark.parametrize(("before", "after", "message"), PINNED.values(), ids=PINNED)
+def test_planted_memory_that_two_steps_share_is_found(
+    bundle: Artifact[EngineBundle],
+    library: Path,
+    opened: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    after: str,
+    message: str,
+) -> None:
+    expected = steps_behind_a_failure(opened, library, 5)
+    assert len(expected) == 2 and expected[0] != expected[1]
+    known, planted = device_library._loaded, planted_engine(tmp_path, library, before, after)
+    monkeypatch.setattr(device_library, "_loaded", lambda path: known(planted))
+    with closing(load(bundle.folder, level="host")) as engine:
+        try:
+            found = "other tokens" if steps_behind_a_failure(engine, library, 5) != expected else "nothing"
+        except DeviceError as error:
+            found = error.found
+    assert message in found
+
+
 def read(found: dict[int, list[int]], order: list[int], finish: Finish) -> None:
     for number, result in zip(order, finish(), strict=True):
         assert result.error is None and result.tokens is not None

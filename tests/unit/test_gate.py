@@ -23,7 +23,7 @@ from evals.kind import Bounds, Evidence, Report
 from evals.kinds.parity import ParityItem, ParityReport, TableError
 from evals.kinds.portable import PortableReport
 from evals.kinds.proof import ProofSummary
-from evals.kinds.serving import DRAWN, PRESSED, Draws, Pressed, Pressure, ServedItem, ServingReport
+from evals.kinds.serving import AHEAD, DRAWN, PRESSED, Draws, Pressed, Pressure, ServedItem, ServingReport
 from evals.kinds.shadow import ShadowItem, ShadowReport
 from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceItem, SourceReport, TextFile
 from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummary
@@ -234,7 +234,7 @@ def proof(**changes: Any) -> Report[Any, Any]:
 def pressure(kinds: Sequence[str] = PRESSED, **changes: Any) -> Pressure:
     numbers: dict[str, Any] = {"answers": 10, "tokens": 240, "wrong": 0, "gap": 0.0, "preempted": 2, "cached": 64}
     answers = tuple(Pressed(settings=name, accepted=0, **numbers | changes) for name in kinds)
-    return Pressure(shares=True, scarce=True, constrains=True, answers=answers)
+    return Pressure(shares=True, scarce=True, constrains=True, steps_at_once=1, steps_ahead=0, answers=answers)
 
 
 def make(
@@ -815,6 +815,14 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
     "no pressure": (
         with_report("serving", pressure=pressure(preempted=0)),
         "ServingReport was not under pressure: no request lost its blocks",
+    ),
+    "no greedy requests alone": (
+        with_report("serving", pressure=pressure().model_copy(update={"steps_at_once": 2, "steps_ahead": 9})),
+        "ServingReport has no answers under pressure with ahead",
+    ),
+    "no step ahead": (
+        with_report("serving", pressure=pressure((*PRESSED, AHEAD)).model_copy(update={"steps_at_once": 2})),
+        "ServingReport has no step that began before the one before had ended",
     ),
     "no hit": (with_report("serving", pressure=pressure(cached=0)), "no prompt was found again"),
     "no hit of an engine without blocks": (

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from engines.kernels.cuda import device
-from engines.load import find_target, load, runs_here
+from engines.load import find_target, load, not_executable, runs_here
 from engines.targets.ort_cuda import hardware
 from pipeline.cli.doctor import Status, ort_cuda
+from pipeline.stages.environment import accelerators
 from tapeout.errors import FingerprintError
 from tests.ort_cuda.bundles import cuda_bundle
 
@@ -85,6 +86,7 @@ def test_opening_says_what_is_missing(
         with pytest.raises(FingerprintError, match="ort-cuda cannot run here") as refused:
             ask()
         assert found in refused.value.found and refused.value.expected and refused.value.remedy
+    assert found in not_executable(bundle) and accelerators(find_target("ort-cuda")) == []
     finding = ort_cuda()
     assert finding.status is Status.ABSENT and found in finding.found
 
@@ -98,6 +100,7 @@ def test_a_machine_with_a_gpu_is_named_in_evidence(tmp_path: Path, monkeypatch: 
         SimpleNamespace(version=lambda name: hardware.VERSION, PackageNotFoundError=KeyError),
     )
     assert target.features() == ("sm90",) and runs_here(bundle).features == ("sm90",)
+    assert not_executable(bundle) == "" and accelerators(target) == ["sm90"]
     assert ort_cuda().status is Status.OK and "sm90" in ort_cuda().found
     assert find_target("tensorrt-rtx").features() == ("sm90",)
     machine(monkeypatch, None)

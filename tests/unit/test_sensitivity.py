@@ -9,19 +9,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from engines.load import find_target
+from pipeline.stages.target_candidates import target_candidates
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
 from quantization.quick_rounding import QuickRounding
+from quantization.reference import round_by_token
 from quantization.sensitivity import Sensitivity
 from quantization.sensitivity_sweep import sweep
 from quantization.simulate import Distributions, Simulation
 from quantization.statistics import held_out
-from quantization.units import candidates_for, units_of
+from quantization.units import candidates_for, candidates_of, units_of
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, ResourceError
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize
-from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, FLOAT, Scheme
+from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, FLOAT, FP8_DYNAMIC, Scheme
 from tests.graphs import llama_graph
 
 KINDS = ("8-bit g128", "4-bit g32", "4-bit g128")
@@ -176,7 +179,7 @@ def test_a_changed_unit_costs_what_the_whole_model_says_in_torch(inputs: Inputs,
     for layer in (0, 1):
         module, group = models[1].model.layers[layer].self_attn.o_proj, unit[f"layers.{layer}.o"]
         module.weight.data = group.weight(0)
-        module.register_forward_pre_hook(lambda _m, args, group=group: (group.round_inputs(args[0]),))
+        module.register_forward_pre_hook(lambda _m, args, group=group: (group.round_inputs(args[0], int8=True),))
     with torch.no_grad():
         for sample in samples:
             kept = torch.linspace(0, len(sample) - 1, 64).long()
@@ -184,6 +187,32 @@ def test_a_changed_unit_costs_what_the_whole_model_says_in_torch(inputs: Inputs,
             total += float((exact.exp() * (exact - other)).sum())
             count += len(kept)
     assert simulation.kl(unit) == pytest.approx(total / count, rel=1e-3, abs=5e-7)  # float32 sums over a vocabulary
+
+
+def test_inputs_are_rounded_as_the_kernels_of_the_target_do(inputs: Inputs, simulation: Simulation) -> None:
+    """To E4M3 beside weights in it, on every target; to int8 beside integer codes only where kernels do."""
+    samples = held_out(inputs.calibration, inputs.samples)[:3]
+    float_inputs = Simulation(inputs.graph, samples, {0, 2}, int8_inputs=False)
+    fine = changed(inputs, "layers.0-1.down", kernel=Scheme(bits=8, group_size=32, symmetric=True))
+    assert float_inputs.kl(fine) < 0.9 * simulation.kl(fine)
+    floats = changed(inputs, "layers.0-1.down", kernel=FP8_DYNAMIC)
+    assert float_inputs.kl(floats) == simulation.kl(floats)
+    group = floats["layers.0.down"]
+    factor = torch.from_numpy(group.scale.values)
+    values = torch.randn(3, len(factor), generator=torch.Generator().manual_seed(0))
+    expected = round_by_token(values / factor) * factor
+    for int8 in (True, False):
+        torch.testing.assert_close(group.round_inputs(values, int8=int8), expected)
+    assert not torch.equal(expected, values)
+
+
+def test_a_plan_for_the_target_cuda_tries_fp8(inputs: Inputs) -> None:
+    """And takes its inputs as the kernels do: those of integer codes in float."""
+    found = target_candidates(find_target("cuda").capabilities)
+    unit = units_of(inputs.graph.record, 2)[0]
+    assert FP8_DYNAMIC in candidates_of(unit.groups[0], found) and not found.int8_inputs
+    cpu = target_candidates(find_target("ort-cpu").capabilities)
+    assert FP8_DYNAMIC not in candidates_of(unit.groups[0], cpu) and cpu.int8_inputs
 
 
 def test_tables_and_cache_are_rounded_as_the_recipe_says(inputs: Inputs, simulation: Simulation) -> None:

@@ -129,7 +129,7 @@ def test_the_function_of_a_stage_and_one_that_several_share(clean: tuple[Path, H
     }
     inputs = "pipeline/stages/inputs.py"
     shared = stale(clean, inputs, old="def encode_texts(", new="def encode_texts(unused: int, ")
-    assert shared == {"sensitivity", "plan", "parity", "serving", "source"}
+    assert shared == {"sensitivity", "plan", "evaluate", "parity", "serving", "source"}
 
 
 def test_comments_docstrings_and_types_only_change_nothing(clean: tuple[Path, Hashes]) -> None:

@@ -15,7 +15,7 @@ from engines.kernels.cuda.compiler import NVRTC
 from engines.target import Capabilities, GraphTarget, Passes
 from tapeout.errors import BuildError, FingerprintError
 from tapeout.fingerprint import Fingerprint, cpu_features
-from tapeout.schemes import CANDIDATE_SCHEMES
+from tapeout.schemes import CANDIDATE_SCHEMES, FP8_DYNAMIC
 from tapeout.throughput import H100
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Cuda(GraphTarget):
         fp8_activations=True,
         ahead_of_time=True,
         operators=("Attention",),
-        schemes=tuple(scheme for scheme in CANDIDATE_SCHEMES if scheme.activations == "float"),
+        schemes=(*(scheme for scheme in CANDIDATE_SCHEMES if scheme.activations == "float"), FP8_DYNAMIC),
         throughput=H100,
     )
 

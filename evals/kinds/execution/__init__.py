@@ -35,6 +35,8 @@ class ExecutionKind(EvidenceKind[Frozen, Frozen, Bounds]):
         absent = evidence.absent
         ran_there = bool(runs) and not foreign and not absent
         reasons = [*foreign, *([f"missing: {', '.join(absent)}"] if absent else [])]
+        if evidence.not_executed and not runs:
+            reasons = [f"{evidence.not_executed}; run `dvc repro` with these artifacts on a machine that has it"]
         check = Check(
             name="executed",
             title=f"executed on {target}",

@@ -47,6 +47,9 @@ PRESSED = (
     "leaves",
     CHOICES,
 )
+GREEDY = ("greedy", "leaves")  # of these: the engine itself chooses all tokens
+# A further kind: greedy requests alone, where an engine of two steps at once begins the next before the last is known.
+AHEAD = "ahead"
 
 
 class ServedItem(Frozen):
@@ -91,7 +94,7 @@ class Pressed(Frozen):
     ``accepted``: tokens that were drafted.
     """
 
-    settings: str  # one of PRESSED
+    settings: str  # one of PRESSED, or AHEAD
     answers: int
     tokens: int
     wrong: int
@@ -105,11 +108,14 @@ class Pressure(Frozen):
     """All that the serving core answered. ``shares``: prompts can be found. ``scarce``: there were too few blocks.
 
     ``constrains``: constraints can be read with the model's tokenizer; else the server refuses them.
+    ``steps_at_once``: of the engine. ``steps_ahead``: that began before the one before had ended.
     """
 
     shares: bool
     scarce: bool
     constrains: bool
+    steps_at_once: int
+    steps_ahead: int
     answers: tuple[Pressed, ...]
 
 
@@ -125,7 +131,7 @@ class ServingReport(EvidenceRecord):
 
     artifact_type: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
-    schema_version: ClassVar[int] = 6
+    schema_version: ClassVar[int] = 7
     parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -238,7 +244,8 @@ class ServingKind(EvidenceKind[ServingReport, ServedItem, ServingBounds]):
                 sum(one.answers for one in pressed),
                 note=f"{sum(one.preempted for one in pressed)} times preempted, "
                 f"{sum(one.cached for one in pressed)} prompt tokens found in blocks, "
-                f"{sum(one.accepted for one in pressed)} drafted tokens accepted",
+                f"{sum(one.accepted for one in pressed)} drafted tokens accepted, "
+                f"{report.pressure.steps_ahead} steps begun ahead",
             ),
         )
         rows: list[tuple[str, float, float, float, float | None]] = []
@@ -313,6 +320,7 @@ def pressure_problems(name: str, pressure: Pressure) -> list[str]:
     """What is missing or impossible in the answers ``name`` of the serving core."""
     found = [one.settings for one in pressure.answers]
     wanted = [settings for settings in PRESSED if settings != CHOICES or pressure.constrains]
+    wanted += [AHEAD] if pressure.steps_at_once > 1 else []
     problems = [f"{name} has no answers under pressure with {missing}" for missing in wanted if missing not in found]
     problems += [
         f"{name} has impossible numbers of answers under pressure with {one.settings}"
@@ -321,6 +329,8 @@ def pressure_problems(name: str, pressure: Pressure) -> list[str]:
     ]
     if pressure.scarce and not any(one.preempted for one in pressure.answers):
         problems.append(f"{name} was not under pressure: no request lost its blocks")
+    if pressure.steps_at_once > 1 and not pressure.steps_ahead:
+        problems.append(f"{name} has no step that began before the one before had ended")
     if pressure.shares and not any(one.cached for one in pressure.answers):
         problems.append(f"{name} was not under pressure: no prompt was found again")
     return problems

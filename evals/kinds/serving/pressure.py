@@ -3,7 +3,8 @@
 The core is the server's own: continuous batching, prefix cache, preemption, drafts, sampler and constraints. It gets
 requests whose prompts share beginnings that end inside a block and at the end of one. Short answers come first, so it
 expects all to be short, admits too many and must preempt. All are asked twice, so the second time their prompts lie in
-blocks. Each kind of settings is a tenant, so that all of them run at once.
+blocks. Each kind of settings is a tenant, so that all of them run at once. Where an engine takes two steps at once, the
+greedy ones are then asked alone: only among such requests does a step begin before the tokens of the last are known.
 
 Then each token of each answer is compared with what must follow by the logits of a prefill in one piece of the same
 engine (:mod:`evals.kinds.serving.expected`), which knows nothing of blocks, batches and requests.
@@ -18,7 +19,7 @@ from functools import partial
 from engines.protocol import EngineCapabilities, FloatArray
 from engines.sequences import Sequences
 from evals.answers import Answer, Answerer, Ask
-from evals.kinds.serving import CHOICES, PRESSED, Pressed, Pressure, ServingSettings
+from evals.kinds.serving import AHEAD, CHOICES, GREEDY, PRESSED, Pressed, Pressure, ServingSettings
 from evals.kinds.serving.expected import passed_over, score_error
 from evals.kinds.serving.served_log import Streams
 from tapeout.progress import ProgressBar
@@ -64,7 +65,12 @@ def under_pressure(
         answers = core.answer([asks[number][1] for number in order], progress="answers under pressure")
         for number, answer in zip(order, answers, strict=True):
             found.setdefault(number, []).append(answer)
-    results: dict[str, list[tuple[Answer, int, float]]] = {name: [] for name in PRESSED}
+    if has.steps_at_once > 1:
+        alone = [(AHEAD, ask) for name, ask in asks if name in GREEDY]
+        answers = core.answer([ask for _, ask in alone], progress="greedy answers alone")
+        found |= {number: [answer] for number, answer in enumerate(answers, len(asks))}
+        asks += alone
+    results: dict[str, list[tuple[Answer, int, float]]] = {name: [] for name in (*PRESSED, AHEAD)}
     for number, (name, ask) in enumerate(ProgressBar(asks, title="comparing answers", unit="request")):
         compared: dict[Answer, tuple[int, float]] = {}
         for answer in found[number]:  # mostly it is answered the same both times
@@ -74,7 +80,14 @@ def under_pressure(
             results[name].append((answer, *compared[bare]))
     answers = tuple(_pressed(name, rows) for name, rows in results.items() if rows)
     shares = is_shared(has)
-    return Pressure(shares=shares, scarce=shares and has.blocks > 0, constrains=core.constrains, answers=answers)
+    return Pressure(
+        shares=shares,
+        scarce=shares and has.blocks > 0,
+        constrains=core.constrains,
+        steps_at_once=has.steps_at_once,
+        steps_ahead=core.steps_ahead,
+        answers=answers,
+    )
 
 
 def pressing_asks(

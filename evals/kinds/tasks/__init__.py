@@ -141,6 +141,7 @@ class TaskBounds(Bounds):
 class TasksKind(EvidenceKind[EvalReport, TaskItem, TaskBounds]):
     order, name, folder, stage = 30, "tasks", "evaluation", "evaluate"
     measure_module = "evals.kinds.text.measure"
+    emulated_module = "evals.kinds.emulated.measure"
     artifact_types, items_file = ("EvalReport",), "task_items.jsonl"
     sections: ClassVar = {"evaluate": TaskSettings}
     report, item, bounds = EvalReport, TypeAdapter[TaskItem](ChoiceItem | AnswerItem), TaskBounds

@@ -401,6 +401,12 @@ static void write_inputs(const Engine* e, char* inputs, const StepInputs* step, 
   memset(table + (size_t)step->B * (size_t)e->settings.columns, 0, (size_t)(run->B - step->B) * row);
 }
 
+/* After a failure: what the stream still has of this step reads memory that the next one writes. */
+static int drained(Engine* e) {
+  e->driver.cuStreamSynchronize(e->stream); /* the failure is the first one's */
+  return e->failure;
+}
+
 /* Runs the first `count` operations of a step, and waits. outputs: for each operation that is a linear or gathers rows,
    where its result is copied to, or NULL. */
 extern "C" EXPORTED int tapeout_cuda_trace(Engine* e, const StepInputs* step, int count, void* const* outputs) {
@@ -412,9 +418,24 @@ extern "C" EXPORTED int tapeout_cuda_trace(Engine* e, const StepInputs* step, in
   if (e->begun != e->ended) return fail(e, WRONG_PLAN, "a trace while a step runs");
   write_inputs(e, e->steps[0].inputs, step, step, &at);
   CALL(cuMemcpyHtoDAsync_v2, e->arena + e->settings.inputs, e->steps[0].inputs, at.bytes, e->stream);
-  if (run_operations(e, step, true, count, outputs)) return e->failure;
+  if (run_operations(e, step, true, count, outputs)) return drained(e);
   CALL(cuStreamSynchronize, e->stream);
   return e->on_host ? check_guards(e) : 0;
+}
+
+/* Puts on the stream what a step consists of: its inputs up, what it runs, its results down, and its end. */
+static int queue(Engine* e, const StepInputs* run, uint64_t input_bytes, int graph, bool logits, const Begun* to) {
+  CALL(cuMemcpyHtoDAsync_v2, e->arena + e->settings.inputs, to->inputs, input_bytes, e->stream);
+  if (graph < 0) {
+    if (run_operations(e, run, true, e->settings.operation_count, nullptr)) return e->failure;
+  } else {
+    CALL(cuGraphLaunch, e->graphs[graph], e->stream);
+  }
+  if (to->result_bytes)
+    CALL(cuMemcpyDtoHAsync_v2, to->results, e->arena + (logits ? e->settings.logits : e->settings.tokens),
+         to->result_bytes, e->stream);
+  CALL(cuEventRecord, to->event, e->stream);
+  return 0;
 }
 
 /* Begins a step, which runs behind the one before; 0, or a Failure: then it has not begun. Its inputs may be changed when
@@ -434,20 +455,11 @@ extern "C" EXPORTED int tapeout_cuda_begin(Engine* e, const StepInputs* step) {
   const Places at = places_of(e, run.M, run.B, run.P);
   if (at.bytes > e->settings.inputs_bytes)
     return fail(e, WRONG_PLAN, "inputs of %llu bytes", (unsigned long long)at.bytes);
-  write_inputs(e, to->inputs, step, &run, &at);
-  CALL(cuMemcpyHtoDAsync_v2, e->arena + e->settings.inputs, to->inputs, at.bytes, e->stream);
-  if (graph < 0) {
-    if (run_operations(e, &run, true, e->settings.operation_count, nullptr)) return e->failure;
-  } else {
-    CALL(cuGraphLaunch, e->graphs[graph], e->stream);
-  }
   const size_t each = step->logits ? (size_t)e->settings.vocabulary * sizeof(float) : sizeof(int64_t);
   to->result_bytes = (size_t)step->P * each;
   if (to->result_bytes > e->settings.result_bytes) return fail(e, WRONG_PLAN, "more results than there is room for");
-  if (to->result_bytes)
-    CALL(cuMemcpyDtoHAsync_v2, to->results, e->arena + (step->logits ? e->settings.logits : e->settings.tokens),
-         to->result_bytes, e->stream);
-  CALL(cuEventRecord, to->event, e->stream);
+  write_inputs(e, to->inputs, step, &run, &at);
+  if (queue(e, &run, at.bytes, graph, step->logits, to)) return drained(e);
   e->begun++;
   return 0;
 }

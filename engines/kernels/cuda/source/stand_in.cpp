@@ -2,8 +2,9 @@
    (host.cpp), a captured stream is a list of launches with their parameters copied.
 
    It refuses what a driver refuses or would do at a cost: launches of more shared memory than was asked for, memory that
-   was not allocated, and whatever may not happen while a stream is captured. It counts calls, so that tests know what a
-   step does, and it can be told to be another device or to fail. */
+   was not allocated, and whatever may not happen while a stream is captured. A copy from pinned memory may read it until
+   somebody has waited for the copy: where it has changed by then, the wait fails. It counts calls, so that tests know what
+   a step does, and it can be told to be another device or to fail. */
 #include "driver.hpp"
 #include "host.h"
 #include "launch.h"
@@ -30,6 +31,19 @@ struct Allocation {
   size_t bytes;
   Allocation* next;
 };
+/* A copy from pinned memory that nobody has waited for, with what it was to copy. */
+struct UnendedCopy {
+  const char* from;
+  char* content;
+  size_t bytes;
+  uint64_t number;
+  UnendedCopy* next;
+};
+/* Copies of a stream up to a number. */
+struct Event {
+  void* stream;
+  uint64_t number;
+};
 /* Functions that may have more shared memory. */
 struct Limit {
   const Registration* kernel;
@@ -49,7 +63,9 @@ struct Device {
 };
 static Counts counts;
 static Device device = {13000, 9, 0, 0, (int64_t)1 << 40, 0, 0};
-static Allocation* allocations;
+static Allocation *allocations, *pinned;
+static UnendedCopy* copies;
+static uint64_t copy_number;
 static Limit* limits;
 static size_t allocated;
 static const char* launch_error;
@@ -61,12 +77,33 @@ extern "C" EXPORTED void tapeout_stand_in_set(const Device* to) {
   device = *to;
 }
 
-static bool is_live(DevicePointer at, size_t bytes) {
-  for (const Allocation* one = allocations; one; one = one->next) {
+static bool is_in(const Allocation* one, DevicePointer at, size_t bytes) {
+  for (; one; one = one->next) {
     const DevicePointer first = (DevicePointer)one->memory;
     if (at >= first && at <= first + one->bytes && bytes <= first + one->bytes - at) return true;
   }
   return false;
+}
+static bool is_live(DevicePointer at, size_t bytes) {
+  return is_in(allocations, at, bytes);
+}
+
+/* Copies up to a number have ended. */
+static int end_copies(uint64_t number) {
+  bool changed = false;
+  for (UnendedCopy** at = &copies; *at;) {
+    UnendedCopy* one = *at;
+    if (one->number > number) {
+      at = &one->next;
+      continue;
+    }
+    changed |= memcmp(one->from, one->content, one->bytes) != 0;
+    *at = one->next;
+    free(one->content), free(one);
+  }
+  if (!changed) return SUCCESS;
+  launch_error = "pinned memory was written before it was copied";
+  return LAUNCH_FAILED;
 }
 
 extern "C" {
@@ -143,11 +180,22 @@ int cuMemFree_v2(DevicePointer memory) {
 int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
   counts.allocations++;
   *memory = malloc(bytes);
-  return *memory ? SUCCESS : OUT_OF_MEMORY;
+  Allocation* one = static_cast<Allocation*>(malloc(sizeof *one));
+  if (!*memory || !one) return free(*memory), free(one), OUT_OF_MEMORY;
+  *one = {static_cast<char*>(*memory), bytes, pinned};
+  pinned = one;
+  return SUCCESS;
 }
 int cuMemFreeHost(void* memory) {
-  free(memory);
-  return SUCCESS;
+  end_copies(copy_number);
+  for (Allocation** at = &pinned; *at; at = &(*at)->next) {
+    Allocation* one = *at;
+    if (one->memory != memory) continue;
+    *at = one->next;
+    free(one), free(memory);
+    return SUCCESS;
+  }
+  return INVALID_VALUE;
 }
 
 int cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, size_t bytes, void* stream) {
@@ -155,6 +203,13 @@ int cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, size_t bytes, void*
   if (static_cast<Stream*>(stream)->captured) return CAPTURE_UNSUPPORTED;
   if (!is_live(to, bytes)) return INVALID_VALUE;
   memcpy((void*)to, from, bytes);
+  if (!is_in(pinned, (DevicePointer)from, bytes)) return SUCCESS;
+  UnendedCopy* one = static_cast<UnendedCopy*>(malloc(sizeof *one));
+  char* content = static_cast<char*>(malloc(bytes));
+  if (!one || !content) return free(one), free(content), OUT_OF_MEMORY;
+  memcpy(content, from, bytes);
+  *one = {static_cast<const char*>(from), content, bytes, ++copy_number, copies};
+  copies = one;
   return SUCCESS;
 }
 int cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, size_t bytes, void* stream) {
@@ -242,11 +297,10 @@ int cuStreamDestroy_v2(void* stream) {
 }
 int cuStreamSynchronize(void* stream) {
   counts.waits++;
-  return static_cast<Stream*>(stream)->captured ? CAPTURE_UNSUPPORTED : SUCCESS;
+  return static_cast<Stream*>(stream)->captured ? CAPTURE_UNSUPPORTED : end_copies(copy_number);
 }
-/* An event is the stream that it was recorded on. */
 int cuEventCreate(void** event, unsigned) {
-  *event = calloc(1, sizeof(void*));
+  *event = calloc(1, sizeof(Event));
   return *event ? SUCCESS : OUT_OF_MEMORY;
 }
 int cuEventDestroy_v2(void* event) {
@@ -255,12 +309,13 @@ int cuEventDestroy_v2(void* event) {
 }
 int cuEventRecord(void* event, void* stream) {
   if (static_cast<Stream*>(stream)->captured) return CAPTURE_UNSUPPORTED;
-  *static_cast<void**>(event) = stream;
+  *static_cast<Event*>(event) = {stream, copy_number};
   return SUCCESS;
 }
 int cuEventSynchronize(void* event) {
   counts.waits++;
-  return *static_cast<void**>(event) ? SUCCESS : INVALID_VALUE;
+  const Event* found = static_cast<const Event*>(event);
+  return found->stream ? end_copies(found->number) : INVALID_VALUE;
 }
 int cuStreamBeginCapture_v2(void* stream, int) {
   Graph** captured = &static_cast<Stream*>(stream)->captured;
