@@ -75,8 +75,8 @@ class Moves:
                 flight.give_up(ElsewhereError(f"the engine at {replica.address} is silent"))
 
     def leave_draining(self, replica: Replica) -> None:
-        """Have the requests on an engine that drains go on elsewhere, where there is such a place. Blocks of all of them
-        are fetched while they go on, and few change over at one time, so that none waits for the rest of many others.
+        """Have the requests on an engine that drains go on elsewhere, where there is such a place. Blocks of all of
+        them are fetched while they go on, and few change over at one time, so that none waits for many others.
         """
         self._start(self._drain(replica))
 
