@@ -231,8 +231,7 @@ class Scheduler:
             prompts.sort(key=lambda sequence: self._rank(sequence, now))
         rest, fed = self._rest(decoding, prompts, now), False
         if rest is not None:
-            light = [[one for one in found if one.tenant not in self._heavy] for found in (decoding, prompts)]
-            fed = self._fill(*light, now, rest)
+            fed = self._fill(self._light(decoding), self._light(prompts), now, rest)
         if not fed:  # no prompt could be fed for which others would rest
             fed = self._fill(decoding, prompts, now)
         # Not beside prompts: their tokens must be computed in any case, and a guess may be wrong.
@@ -278,6 +277,9 @@ class Scheduler:
         if self.preemptions == before:  # else those that were preempted would be admitted right away
             budget, _ = self._admit(budget, scored, now, light=light)
         return budget < whole
+
+    def _light(self, found: Sequence[_Sequence]) -> list[_Sequence]:
+        return [sequence for sequence in found if sequence.tenant not in self._heavy]
 
     def _rest(self, decoding: Sequence[_Sequence], prompts: Sequence[_Sequence], now: float) -> float | None:
         """Seconds for which requests of heavy tenants rest in the next step, so that prompts of others have it to

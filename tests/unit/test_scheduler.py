@@ -294,6 +294,8 @@ def test_tenants_get_equal_shares() -> None:
 def test_a_tenant_that_was_served_less_does_not_wait_for_a_prompt_that_runs() -> None:
     """Planted: whatever runs is fed first, so the other tenant waits until that prompt is computed."""
     made = scheduler(64, step_tokens=8)
+    made.add(GenerateRequest("before", [3] * 4, 1, tenant="little"), 0)
+    advance(made)  # else the other one takes much more, and rests
     made.add(GenerateRequest("long", [1] * 60, 1, tenant="much"), 0)
     advance(made)
     made.add(GenerateRequest("short", [2] * 6, 1, tenant="little"), 0)
