@@ -133,7 +133,11 @@ def token_id(number: int, vocabulary: int) -> int:
 
 
 async def measured_lengths(clients: Sequence[FleetClient]) -> list[StepLengths]:
-    """Of each client's engine, while all clients' engines do the same."""
+    """Of each client's engine, while all clients' engines do the same.
+
+    They wait for each other before each part: else steps of one stream are measured beside prompts of another engine.
+    """
+    together = asyncio.Barrier(len(clients))
 
     async def one(client: FleetClient) -> StepLengths:
         most, vocabulary = client.info.max_tokens, client.info.vocab_size
@@ -142,11 +146,13 @@ async def measured_lengths(clients: Sequence[FleetClient]) -> list[StepLengths]:
         for context in contexts:
             await _times(client, context, 1)
         for streams in STREAMS:
+            await together.wait()
             asked = [[*context, *_fresh(8, vocabulary)] for context in contexts[:streams]]
             found = await asyncio.gather(*(_times(client, prompt, STREAM_TOKENS) for prompt in asked))
             # Of the steps that all streams are in: not while they come or go.
             gaps = [after - before for times in found for before, after in pairwise(times[9:-8])]
             decodes[streams] = median(gaps)
+        await together.wait()
         tokens, seconds = 0, 0.0
         for length in (int(most * share) for share in PROMPTS):
             found = [await _times(client, [*context, *_fresh(length, vocabulary)], 1) for context in contexts[:ROUNDS]]

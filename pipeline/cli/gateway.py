@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 from pipeline.cli.serve_http import answer, engine_files
@@ -19,7 +20,7 @@ from runtime.wire.messages import Pool
 
 def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
     fleet = FleetFile.read(engines)
-    discovery = find_engines(engines, fleet)
+    discovery = find_engines(engines, fleet, kept=engine_files().with_name("plans"))
     if fleet.up is None:  # those that are started together may not be there yet
         discovery.read()  # what is wrong with it is said before anything is taken
     if options.slo is None and fleet.slo is not None:
@@ -31,8 +32,13 @@ def run(engines: Path, wait_seconds: float, options: HttpOptions) -> None:
     answer(listener, options, client, "engine", fleet=client)
 
 
-def find_engines(path: Path, fleet: FleetFile) -> Discovery:
-    return FromFile(path, find_source(fleet), find_plans(path, fleet))
+def find_engines(path: Path, fleet: FleetFile, *, kept: Path | None = None) -> Discovery:
+    """``kept``: a folder for copies of release plans that lie in a database."""
+    copy = None
+    if kept is not None and fleet.releases is not None:
+        name = sha256(f"{fleet.releases} {path.stem}".encode()).hexdigest()
+        copy = PlanFile(kept / f"{name}.json")
+    return FromFile(path, find_source(fleet), find_plans(path, fleet), copy)
 
 
 def find_plans(path: Path, fleet: FleetFile) -> PlanStore:

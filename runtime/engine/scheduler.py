@@ -2,7 +2,8 @@
 
 A request waits, runs, and ends once. A running request has tokens that its state does not hold yet: a part of its
 prompt, or the token that was chosen last. Each step first feeds requests that decode, then prompts, in chunks: as many
-tokens as keep inter-token latency within its bound. Requests join and leave at any step.
+tokens as keep inter-token latency within its bound. Requests join and leave at any step. Answers of a tenant that takes
+much more than another one rest for a moment while prompts of the other one are computed.
 
 Where memory runs out, the running request of the lowest rank gives up its state and is computed again later, from the
 longest prefix that the cache (runtime/engine/cache) still has. State is not moved to host memory or disk instead: on a
@@ -27,11 +28,14 @@ from itertools import count
 from runtime.engine.cache.kinds import Demand, Lease
 from runtime.engine.cache.sequences import SequenceCache
 from runtime.engine.step_costs import StepCosts
+from runtime.engine.tenant_shares import TenantShares
 from runtime.engine.waiting import Rank, WaitingQueue
 from runtime.engine.work import UNDECIDED, Finished, Work, WorkResult
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import EngineLoad, FinishReason, GenerateRequest
 from tapeout.errors import RequestError
+
+LEAST_REST = 0.25  # of the longest rest: for less, a prompt does not have a step alone
 
 
 @dataclass(eq=False)
@@ -46,6 +50,7 @@ class _Sequence:
     cached: int = 0  # prompt tokens that were found in the cache when it first ran
     lost: int = 0  # prompt tokens behind those that one kind of state was found of, and another was not
     started: bool = False
+    last: float = 0.0  # when its last token came
 
     def __post_init__(self) -> None:
         request = self.request
@@ -84,6 +89,8 @@ class Scheduler:
         self._deadlines: list[_Deadline] = []  # a heap
         self._numbers = count()
         self._served: dict[str, float] = {}  # tokens fed, by tenant
+        self._shares = TenantShares()
+        self._heavy: frozenset[str] = frozenset()  # tenants that take much more than another one that is active
         self._active: dict[str, int] = {}  # requests, by tenant
         self._speed: float | None = None  # tokens per second, smoothed
         self._answer_tokens: float | None = None  # of a request, smoothed
@@ -210,7 +217,7 @@ class Scheduler:
         """
         assert not self._planned or (self.cache.trims and not drafts), "a step cannot be planned ahead of the last one"
         works = self._works = dict[_Sequence, Work]()
-        budget, before = self.limits.step_tokens, self.preemptions
+        self._heavy = self._shares.heavy(self._active, now) if len(self._active) > 1 else frozenset()
         decoding, prompts = list[_Sequence](), list[_Sequence]()
         for sequence in self._running.values():
             if pending := self._pending(sequence):
@@ -218,31 +225,18 @@ class Scheduler:
         if self._planned and not self.cache.can_grow(len(decoding)):
             return []
         # The order decides who gets memory, which matters only where there is too little.
-        if len(decoding) > budget or not self.cache.can_grow(len(decoding)):
+        if len(decoding) > self.limits.step_tokens or not self.cache.can_grow(len(decoding)):
             decoding.sort(key=lambda sequence: self._rank(sequence, now))
         if len(prompts) > 1:
             prompts.sort(key=lambda sequence: self._rank(sequence, now))
-        # A decoding request feeds one token: prompts wait for them, since each would delay all of them.
-        for sequence in decoding:
-            if budget and sequence.id in self._running:
-                budget -= self._feed(sequence, 1, now)
-        # One long prompt is no backlog: it takes its time, and nobody else waits longer for that.
-        pending = [self._pending(sequence) for sequence in prompts]
-        backlog = self.waiting_tokens + sum(pending) - max(self._queue.longest, *pending, 0)
-        decodes = len(works)
-        budget = prompt_budget = self.costs.prompt_budget(decodes, budget, backlog)
-        scored = self.limits.scored_tokens
-        if prompts and len(self._active) > 1 and self.preemptions == before:
-            # A tenant that was served less does not wait for the prompts of others that run.
-            budget, scored = self._admit(budget, scored, now, self._rank(prompts[0], now))
-        for sequence in prompts:
-            if budget and sequence.id in self._running:
-                fed, scored = self._feed_prompt(sequence, budget, scored, now)
-                budget -= fed
-        if self.preemptions == before:  # else those that were preempted would be admitted right away
-            budget, _ = self._admit(budget, scored, now)
+        rest, fed = self._rest(decoding, prompts, now), False
+        if rest is not None:
+            fed = self._fill(self._light(decoding), self._light(prompts), now, rest)
+        if not fed:  # no prompt could be fed for which others would rest
+            fed = self._fill(decoding, prompts, now)
         # Not beside prompts: their tokens must be computed in any case, and a guess may be wrong.
-        if drafts and budget == prompt_budget:
+        if drafts and not fed:
+            decodes = len(works)
             self._add_drafts(drafts, self.costs.draft_budget(decodes, self.limits.step_tokens - decodes))
         for sequence, work in works.items():
             sequence.planned += 1
@@ -252,9 +246,55 @@ class Scheduler:
             self._planned.append(_PlannedStep(works, now))
         return list(works.values())
 
+    def _fill(
+        self, decoding: Sequence[_Sequence], prompts: Sequence[_Sequence], now: float, rest: float | None = None
+    ) -> bool:
+        """Plan these requests and some of those that wait, beside decodes that are planned; whether prompts are fed.
+
+        ``rest``: see :meth:`_rest`; then heavy tenants get nothing.
+        """
+        budget, before = self.limits.step_tokens - len(self._works), self.preemptions
+        # A decoding request feeds one token: prompts wait for them, since each would delay all of them.
+        for sequence in decoding:
+            if budget and sequence.id in self._running and sequence not in self._works:
+                budget -= self._feed(sequence, 1, now)
+        decodes = len(self._works)
+        if rest is None:
+            # One long prompt is no backlog: it takes its time, and nobody else waits longer for that.
+            pending = [self._pending(sequence) for sequence in prompts]
+            backlog = self.waiting_tokens + sum(pending) - max(self._queue.longest, *pending, 0)
+            budget = self.costs.prompt_budget(decodes, budget, backlog)
+        else:
+            budget = self.costs.prompt_tokens(decodes, budget, rest)
+        whole, scored, light = budget, self.limits.scored_tokens, rest is not None
+        if prompts and len(self._active) > 1 and self.preemptions == before:
+            # A tenant that was served less does not wait for the prompts of others that run.
+            budget, scored = self._admit(budget, scored, now, self._rank(prompts[0], now), light=light)
+        for sequence in prompts:
+            if budget and sequence.id in self._running:
+                fed, scored = self._feed_prompt(sequence, budget, scored, now)
+                budget -= fed
+        if self.preemptions == before:  # else those that were preempted would be admitted right away
+            budget, _ = self._admit(budget, scored, now, light=light)
+        return budget < whole
+
+    def _light(self, found: Sequence[_Sequence]) -> list[_Sequence]:
+        return [sequence for sequence in found if sequence.tenant not in self._heavy]
+
+    def _rest(self, decoding: Sequence[_Sequence], prompts: Sequence[_Sequence], now: float) -> float | None:
+        """Seconds for which requests of heavy tenants rest in the next step, so that prompts of others have it to
+        themselves; None where there is no such prompt, or where they have rested long enough.
+        """
+        heavy = self._heavy
+        if not heavy or not ({sequence.tenant for sequence in prompts} | self._queue.tenants) - heavy:
+            return None
+        lasts = [sequence.last for sequence in decoding if sequence.tenant in heavy]
+        left = min(lasts, default=now) + self.limits.rest_seconds - now
+        return left if left > LEAST_REST * self.limits.rest_seconds else None
+
     def commit(self, outcomes: Mapping[str, WorkResult], now: float) -> list[Finished]:
         """What came of the planned work; requests that have ended meanwhile may be missing. Who has ended."""
-        fed, decodes, drafts, failed, finished = 0, 0, 0, False, list[Finished]()
+        fed, decodes, drafts, failed, finished, shares = 0, 0, 0, False, list[Finished](), dict[str, int]()
         step = self._planned.pop(0)
         for sequence, work in step.works.items():
             id = sequence.id
@@ -276,10 +316,12 @@ class Scheduler:
                 continue
             request = sequence.request
             self._served[request.tenant] += count
+            shares[request.tenant] = shares.get(request.tenant, 0) + count
             sequence.computed = work.start + count - work.drafts
             if work.samples:
                 assert 1 <= len(outcome.tokens) <= work.drafts + 1, f"request {id} got {len(outcome.tokens)} tokens"
                 sequence.tokens += outcome.tokens
+                sequence.last = now
                 sequence.computed += len(outcome.tokens) - 1
             if not sequence.planned:
                 sequence.fed = sequence.computed
@@ -291,6 +333,8 @@ class Scheduler:
                 work.samples or sequence.computed == len(sequence.tokens)
             ):
                 finished.append(self._finish(id, "length"))
+        for tenant, count in shares.items():
+            self._shares.add(tenant, count, now)
         if not failed:  # else it is not known what took the time
             self.costs.observe(decodes, fed - decodes - drafts, drafts, now - step.began)
         self._measure(fed, now - (step.began if self._busy_since is None else self._busy_since))
@@ -364,9 +408,11 @@ class Scheduler:
                 self._works[sequence] = work._replace(tokens=tokens, drafts=count)
                 budget -= count
 
-    def _admit(self, budget: int, scored: int, now: float, before: Rank | None = None) -> tuple[int, int]:
+    def _admit(
+        self, budget: int, scored: int, now: float, before: Rank | None = None, *, light: bool = False
+    ) -> tuple[int, int]:
         """Waiting requests run while there is budget, and room for their tokens so far and those that are expected.
-        What is left of the budgets. ``before``: only those of a higher rank.
+        What is left of the budgets. ``before``: only those of a higher rank. ``light``: none of heavy tenants.
 
         One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
         """
@@ -376,6 +422,8 @@ class Scheduler:
             if not budget or len(self._running) >= self.limits.max_running:
                 break
             if before is not None and self._rank(sequence, now) >= before:
+                break
+            if light and sequence.tenant in self._heavy:
                 break
             match = self.cache.match(sequence.lease, sequence.tokens, self._most_cached(sequence))
             if match.awaited:
@@ -484,10 +532,14 @@ class Scheduler:
         sequence.computed, sequence.fed, sequence.missing = 0, 0, None
 
     def _rank(self, sequence: _Sequence, now: float) -> Rank:
-        """Who comes first: by priority, which rises with waiting; then tenants that were served least; then by age."""
-        request = sequence.request
+        """Who comes first: by priority, which rises with waiting; then tenants that do not take much more than others;
+        then those that were served least; then by age.
+        """
+        request, heavy = sequence.request, sequence.tenant in self._heavy
         priority = request.priority - (now - sequence.arrival) // self.limits.aging_seconds
-        return priority, self._served[request.tenant], sequence.arrival, request.id
+        if heavy:  # however long it waits by what its own tenant sends, it does not pass others by that
+            priority = max(priority, min(request.priority, 0))
+        return priority, heavy, self._served[request.tenant], sequence.arrival, request.id
 
     def _measure(self, fed: int, seconds: float) -> None:
         if fed and seconds > 0:

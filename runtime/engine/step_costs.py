@@ -137,6 +137,11 @@ class StepCosts:
         """
         return self._budget(decodes, most, self._prompt.high, backlog)
 
+    def prompt_tokens(self, decodes: int, most: int, seconds: float) -> int:
+        """Prompt tokens that a step of so many seconds may feed beside its decodes, at most ``most``."""
+        cost = self._prompt.high
+        return min(most, max(MIN_CHUNK, int((seconds - self.decode_seconds(decodes)) / cost))) if cost else most
+
     @property
     def prompt_seconds(self) -> float:
         """That a prompt token adds to a step; 0 until it is known."""

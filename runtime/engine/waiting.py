@@ -26,7 +26,7 @@ class Waits(Protocol):
 
 
 S = TypeVar("S", bound=Waits)
-Rank = tuple[float, float, float, str]
+Rank = tuple[float, bool, float, float, str]
 _Place = tuple[float, str]  # arrival and id
 _Group = tuple[str, int]  # tenant and priority
 
@@ -44,6 +44,10 @@ class WaitingQueue(Generic[S]):
     def sequences(self) -> Mapping[str, S]:
         """By id."""
         return self._sequences
+
+    @property
+    def tenants(self) -> set[str]:
+        return {tenant for tenant, _ in self._places}
 
     @property
     def longest(self) -> int:
@@ -71,7 +75,7 @@ class WaitingQueue(Generic[S]):
         all_passed = 0
         while heads and all_passed <= MAX_PASSED:
             rank, group, passed = heappop(heads)
-            sequence = self._sequences[rank[3]]
+            sequence = self._sequences[rank[-1]]
             yield sequence
             if sequence.id in self._sequences:
                 passed, all_passed = passed + 1, all_passed + 1

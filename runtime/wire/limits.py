@@ -26,7 +26,9 @@ class Limits:
     ``max_waiting`` and ``max_waiting_tokens`` (of their prompts) bound the queue. A request that has waited
     ``aging_seconds`` ranks as one of the next higher priority. ``scored_tokens``: most prompt tokens of a step whose
     logits are wanted, which bounds their memory. ``max_draft_tokens``: tokens that are guessed for a request in a step;
-    0 switches speculation off. The others: see :class:`runtime.engine.step_costs.StepCosts`.
+    0 switches speculation off. ``rest_seconds``: where a tenant takes much more than another one, its answers may stand
+    still for so long while the other's prompts are computed. The others: see
+    :class:`runtime.engine.step_costs.StepCosts`.
     """
 
     step_tokens: int = 256
@@ -40,3 +42,4 @@ class Limits:
     itl_seconds: float = 0.0075
     backlog_seconds: float = 0.1
     step_seconds: float = 1.0
+    rest_seconds: float = 0.12

@@ -15,7 +15,7 @@ from runtime.gateway.fleet import moves, retries
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import FromFile
 from runtime.gateway.fleet.scaling import FleetScaler, ScalingSettings
-from runtime.wire.messages import GenerateRequest, Reopen
+from runtime.wire.messages import GenerateRequest, Pool, Reopen
 from tests.answering import KINDS, Whole, whole
 from tests.exported import build_float, tiny_graph
 from tests.faulty_engine import Faulty
@@ -278,19 +278,27 @@ def test_hand_overs_leave_retries_to_requests_that_would_fail(tmp_path: Path, mo
             engine.close()
 
 
-def test_scaling_without_pools_counts_engines_of_each(tmp_path: Path) -> None:
-    """Planted: those without a pool alone, so that the number stays whatever the load."""
-    engines = [ListeningEngine(tmp_path, SLOW, pool=pool) for pool in ("prefill", "decode")]
+@pytest.mark.parametrize(
+    ("started", "scaled"),
+    [(("prefill", "decode"), ("mixed",)), (("mixed", "mixed"), ("prefill", "decode"))],
+    ids=["scaling", "pools"],
+)
+def test_engines_of_other_pools_than_those_that_are_scaled_count(
+    tmp_path: Path, started: tuple[Pool, ...], scaled: tuple[Pool, ...]
+) -> None:
+    """Planted: only those of the same pool, so that the number stays whatever the load."""
+    engines = [ListeningEngine(tmp_path, SLOW, pool=pool) for pool in started]
 
     async def test() -> None:
         listed = write_list(tmp_path, [engine.address for engine in engines])
         settings = ScalingSettings(least=1, most=9, first_token_seconds=1e-6, hold_seconds=0)
-        client = FleetClient(FromFile(listed), tmp_path / "cache", scalers={"mixed": FleetScaler(settings)})
+        scalers = {pool: FleetScaler(settings) for pool in scaled}
+        client = FleetClient(FromFile(listed), tmp_path / "cache", scalers=scalers)
         try:
             await client.open()
             await all_ready(client, 2)
             running = asyncio.ensure_future(answers(client, REQUESTS))
-            await until(lambda: client.replicas_wanted["mixed"] > 1)
+            await until(lambda: all(wanted > 1 for wanted in client.replicas_wanted.values()))
             await running
         finally:
             await client.close()

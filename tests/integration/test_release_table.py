@@ -25,6 +25,7 @@ from tests.postgres import running_postgres
 from tests.waiting import wait_for
 
 ENGINES = 3
+FLEET = "engines-of-all-departments-in-the-northern-and-the-southern-building"  # longer than many names of rows
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ class Place:
 
     def __init__(self, folder: Path, listed: str, key: Path, stack: ExitStack) -> None:
         folder.mkdir()
-        self.file = folder / "fleet.yaml"
+        self.file = folder / f"{FLEET}.yaml"
         self.file.write_text(listed)
         shutil.copy(key, folder / "engine.key")
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}

@@ -18,9 +18,16 @@ import sqlalchemy as sa
 
 from pipeline.cli.gateway import find_engines, find_plans, find_source
 from runtime.gateway.fleet import table_discovery
-from runtime.gateway.fleet.discovery import DiscoveryError, FleetFile, FleetFileError, KubernetesService, Listing
+from runtime.gateway.fleet.discovery import (
+    Discovery,
+    DiscoveryError,
+    FleetFile,
+    FleetFileError,
+    KubernetesService,
+    Listing,
+)
 from runtime.gateway.fleet.kubernetes_discovery import KubernetesDiscovery
-from runtime.gateway.fleet.release import PlanFile, ReleasePlan, ReleasePlanError, plan_path
+from runtime.gateway.fleet.release import PlanAwayError, PlanFile, ReleasePlan, ReleasePlanError, plan_path
 from runtime.gateway.fleet.release_table import PlanTable
 from runtime.gateway.fleet.table_discovery import TableDiscovery
 from runtime.wire import engine_table
@@ -267,6 +274,41 @@ def test_engines_of_a_table_take_the_release_plan_beside_the_file_or_in_a_databa
         plans.write(found.plan.model_copy(update={"share": share}), plans.read())
         again = discovery.read().plan
         assert again is not None and again.share == share
+
+
+def test_a_gateway_starts_while_the_release_plan_is_away(
+    tmp_path: Path, key: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the plan that it knew last, if any, and says so once. Planted: it does not start; it says so at each look;
+    the copy of another fleet's plan is taken, or one that is older than what was read since.
+    """
+    folder, path = tmp_path / "database", tmp_path / "fleet.yaml"
+    path.write_text(f"engines: [unix:/a]\nkey: {key}\nreleases: sqlite:///{folder}/fleet.db\n")
+
+    def started(path: Path = path) -> Discovery:
+        return find_engines(path, FleetFile.read(path), kept=tmp_path / "kept")
+
+    assert [started().read().plan for _ in range(2)] == [None, None]
+    assert sum("none is known" in message for message in caplog.messages) == 2
+    folder.mkdir()
+    gateway, plans = started(), find_plans(path, FleetFile.read(path))
+    for share in (0.1, 0.2):
+        plan = ReleasePlan(stable="d" * 8, candidate="e" * 8, share=share, phase="canary")
+        plans.write(plan, plans.read())
+        assert gateway.read().plan == plan
+
+    def away(_: PlanTable) -> None:
+        raise PlanAwayError("the database does not answer")
+
+    monkeypatch.setattr(PlanTable, "read", away)
+    caplog.clear()
+    for discovery in (gateway, started()):
+        assert discovery.read().plan == discovery.read().plan == plan
+    said = "the release plan stays as it was (stable bundle dddddddd): the database does not answer"
+    assert caplog.messages == [said, said]
+    other = tmp_path / "other.yaml"
+    other.write_text(path.read_text())
+    assert started(other).read().plan is None
 
 
 def test_of_two_commands_that_write_one_plan_the_second_is_refused(tmp_path: Path) -> None:

@@ -60,7 +60,9 @@ def first_tokens(rates: dict[str, float], seconds: float, seed: int = 0, gateway
 
 
 def test_a_tenant_that_sends_too_much_waits_by_itself() -> None:
-    """docs/fleet.md has the figures of 240 seconds."""
+    """docs/fleet.md has the figures of 240 seconds. Planted: the answers of the other tenant never rest."""
     found = first_tokens({"quiet": 4, "loud": 40}, 60)
     quiet, loud = (percentile(found[tenant], 0.99) for tenant in ("quiet", "loud"))
     assert len(found["quiet"]) > 100 and quiet < loud / 2
+    alone = first_tokens({"quiet": 4}, 60)["quiet"]
+    assert percentile(found["quiet"], 0.9) < 2 * percentile(alone, 0.9)

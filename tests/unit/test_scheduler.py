@@ -294,12 +294,45 @@ def test_tenants_get_equal_shares() -> None:
 def test_a_tenant_that_was_served_less_does_not_wait_for_a_prompt_that_runs() -> None:
     """Planted: whatever runs is fed first, so the other tenant waits until that prompt is computed."""
     made = scheduler(64, step_tokens=8)
+    made.add(GenerateRequest("before", [3] * 4, 1, tenant="little"), 0)
+    advance(made)  # else the other one takes much more, and rests
     made.add(GenerateRequest("long", [1] * 60, 1, tenant="much"), 0)
     advance(made)
     made.add(GenerateRequest("short", [2] * 6, 1, tenant="little"), 0)
     advance(made)  # one that comes counts as served like the others
     fed = {work.id: len(work.tokens) for work in made.plan(0)}
     assert fed == {"short": 6, "long": 2}
+
+
+def test_answers_of_a_tenant_that_takes_much_more_rest_while_a_prompt_of_another_is_computed() -> None:
+    """Planted: they are fed in each step, or they rest as long as there are such prompts."""
+    made, decoding = scheduler(256, step_tokens=16), {f"loud{number}": 1 for number in range(8)}
+    for number, id in enumerate(decoding):
+        made.add(GenerateRequest(id, [1 + number] * 32, 30, tenant="loud"), 0)
+    while made.waiting or made.feeds_prompts:
+        advance(made, 1.0)
+    advance(made, 1.0)
+    made.add(GenerateRequest("quiet", [9] * 40, 2, tenant="quiet"), 1.0)
+
+    def fed(now: float) -> dict[str, int]:
+        works = made.plan(now)
+        made.commit({work.id: WorkResult([1] if work.samples else []) for work in works}, now)
+        return {work.id: len(work.tokens) for work in works}
+
+    assert fed(1.0) == fed(1.0 + 0.5 * made.limits.rest_seconds) == {"quiet": 16}
+    assert fed(1.0 + made.limits.rest_seconds) == {"quiet": 8, **decoding}
+
+
+def test_a_tenant_that_takes_much_more_does_not_pass_others_by_waiting() -> None:
+    """Planted: whoever has waited for long comes first, so a queue that is always long is ahead of everybody."""
+    made = scheduler(256, step_tokens=8, max_running=1)
+    for number in range(4):
+        made.add(GenerateRequest(f"loud{number}", [1 + number] * 40, 1, tenant="loud"), 0)
+    while "loud2" not in advance(made, 100.0):
+        pass
+    made.add(GenerateRequest("quiet", [9] * 4, 1, tenant="quiet"), 100.0)
+    order = [id for _ in range(9) for id in advance(made, 100.0)]
+    assert order.index("quiet") < order.index("loud3")
 
 
 def test_what_can_never_run_is_refused_at_once() -> None:

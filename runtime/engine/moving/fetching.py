@@ -42,7 +42,7 @@ from tapeout.errors import ArtifactError, TapeoutError, one_line
 STALL_SECONDS = 2.0
 IDLE_SECONDS = 30.0  # that a connection stays without a fetch
 AHEAD_BYTES, MOST_AHEAD = 8 << 20, 64  # blocks that are asked for and not taken in yet
-ASK_BYTES = 2 << 20  # asked for at once
+ASK_BYTES = 4 << 20  # asked for at once
 RECEIVE_BYTES = 1 << 20
 # The other engine says these to everybody, until it knows who this is; one that leaves its bundle still has blocks.
 _FOR_SERVERS = StepReport, Heartbeat, Leaving
@@ -87,7 +87,7 @@ class PeerLink:
         self._key, self._info, self._ended, self._store = key, info, ended, store
         self._block_bytes = store.block_bytes
         ahead = max(1, min(AHEAD_BYTES // store.block_bytes, MOST_AHEAD))
-        self._at_once = max(1, min(ASK_BYTES // store.block_bytes, ahead // 4))
+        self._at_once = max(1, min(ASK_BYTES // store.block_bytes, ahead // 2))
         self._places = ahead // self._at_once * self._at_once
         self._fetches: SimpleQueue[Fetch | KeysFetch | None] = SimpleQueue()
         self._end: socket.socket | None = None

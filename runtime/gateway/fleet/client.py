@@ -139,7 +139,7 @@ class FleetClient:
     def replicas_wanted(self) -> Mapping[Pool, int]:
         """Engines that there should be of each pool, by the file of the fleet; none if that does not say by what.
 
-        `scaling` is of all engines, whichever pool somebody has started them for.
+        `scaling` is of all engines, whichever pool somebody has started them for; one that does both is of each pool.
         """
         listing, found = self._members.listing, dict[Pool, int]()
         if listing is None:
@@ -150,7 +150,7 @@ class FleetClient:
             reports = {
                 one.address: EngineReport(self.router.load(one.address), one.stats)
                 for one in ready
-                if pool in ("mixed", one.pool)
+                if "mixed" in (pool, one.pool) or pool == one.pool
             }
             found[pool] = scaler.look(reports, monotonic())
         return found

@@ -22,7 +22,9 @@ name a ``table`` (a database, :mod:`runtime.gateway.fleet.table_discovery`) or `
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol
 
@@ -31,13 +33,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from runtime.gateway.fleet.external import ExternalServer
 from runtime.gateway.fleet.plan import FleetPlan
-from runtime.gateway.fleet.release import PlanFile, PlanStore, ReleasePlan, plan_path
+from runtime.gateway.fleet.release import PlanAwayError, PlanFile, PlanStore, ReleasePlan, ReleasePlanError, plan_path
 from runtime.gateway.fleet.scaling import PoolScaling, PoolsSettings, ScalingSettings
 from runtime.wire.address import Address, read_key
 from runtime.wire.messages import Pool
 from tapeout.errors import TapeoutError, one_line
 from tapeout.file_errors import file_problem
 from tapeout.slo import ServiceLevelObjectives
+
+log = logging.getLogger(__name__)
 
 
 class FleetFileError(TapeoutError):
@@ -172,18 +176,46 @@ class FleetFile(BaseModel):
 
 class FromFile:
     """A :class:`Discovery`: of the engines in the file, or of those of another ``source``. ``plans``: of releases,
-    by default in a file beside it.
+    by default in a file beside it. ``kept``: a copy of the plan, for a start while the place of the plan is away.
 
-    The file, its key, its external servers and its release plan are read at every look: all are small.
+    The file, its key, its external servers and its release plan are read at every look: all are small. A plan that is
+    away stays as it was known last.
     """
 
-    def __init__(self, path: Path, source: Discovery | None = None, plans: PlanStore | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        source: Discovery | None = None,
+        plans: PlanStore | None = None,
+        kept: PlanFile | None = None,
+    ) -> None:
         self._path, self._source, self._plans = path, source, plans or PlanFile(plan_path(path))
+        self._kept, self._plan, self._read, self._away = kept, None, False, False
 
     def read(self) -> Listing:
         found = FleetFile.read(self._path)
         listing = self._source.read() if self._source else self._listed(found)
-        return listing._replace(external=_servers(found), plan=self._plans.read())
+        return listing._replace(external=_servers(found), plan=self._read_plan())
+
+    def _read_plan(self) -> ReleasePlan | None:
+        try:
+            plan = self._plans.read()
+        except PlanAwayError as error:
+            if not self._read and self._kept is not None:
+                with suppress(ReleasePlanError):
+                    self._plan = self._kept.read()
+            if not self._away:
+                known = "none is known" if self._plan is None else f"stable bundle {self._plan.stable[:12]}"
+                log.error("the release plan stays as it was (%s): %s", known, one_line(error))
+            self._read = self._away = True
+            return self._plan
+        if self._kept is not None and (plan != self._plan or self._away or not self._read):
+            try:
+                self._kept.put(plan)
+            except OSError as error:
+                log.warning("no copy of the release plan is kept: %s", one_line(error))
+        self._plan, self._read, self._away = plan, True, False
+        return plan
 
     def _listed(self, found: FleetFile) -> Listing:
         if found.engines is None and not found.external:

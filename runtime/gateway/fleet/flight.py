@@ -67,13 +67,6 @@ class Flight:
         """The engine that it is on hands its blocks out."""
         return self.connection is not None and self.connection.info.moves_blocks
 
-    @property
-    def tail(self) -> int:
-        """Tokens behind the last full block that its engine has; the last token is never in one yet."""
-        if self.connection is None or not self.moves_blocks:
-            return 0
-        return 1 + (len(self.request.prompt) + len(self.answered) - 1) % self.connection.info.block_tokens
-
     def block_keys(self) -> list[bytes]:
         """Of the full blocks that its engine has."""
         if self.connection is not None:

@@ -23,11 +23,13 @@ from runtime.wire.messages import FetchAhead, WarmUp
 
 MOVE_SECONDS = 2.0  # for the first token of a request elsewhere, until the next one leaves an engine that drains
 LOOK_SECONDS = 0.1  # between two looks for requests to move, where no change is told of
-AHEAD_SECONDS = 3.0  # that a request stays for its blocks to be fetched, and for a block to fill
+AHEAD_SECONDS = 3.0  # that a request which is handed over stays for its blocks to be fetched
 ARRIVE_SECONDS = 0.005  # between two looks whether blocks have come
+DRAIN_SECONDS = 10.0  # that a request stays on an engine that drains, for its blocks to be fetched and the last to fill
 # Behind the last full block, in a request that leaves an engine that drains: each is computed anew, in a step of all
 # others. A stream that has more of them first fills its block.
 MOST_TAIL = 16
+MOST_CROSSING = 32  # such tokens of all requests that change over at one time; a single one may have more
 WARM_SHARE = 0.5  # of a new engine's blocks that may come from others before it gets requests
 
 
@@ -40,7 +42,7 @@ class Moves:
         self._flights, self._members, self._router, self._change = flights, members, router, change
         self._budget, self._random = budget, Random()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._changing_over = asyncio.Lock()  # one stream after another
+        self._crossing = 0  # tokens to be computed for requests that left an engine that drains, and have no token yet
 
     def close(self) -> None:
         for task in self._tasks:
@@ -73,8 +75,8 @@ class Moves:
                 flight.give_up(ElsewhereError(f"the engine at {replica.address} is silent"))
 
     def leave_draining(self, replica: Replica) -> None:
-        """Have the requests on an engine that drains go on elsewhere, where there is such a place. They change over one
-        after another, so that none waits for the rest of another's prompt.
+        """Have the requests on an engine that drains go on elsewhere, where there is such a place. Blocks of all of
+        them are fetched while they go on, and few change over at one time, so that none waits for many others.
         """
         self._start(self._drain(replica))
 
@@ -101,23 +103,27 @@ class Moves:
 
     async def _move_away(self, flight: Flight, replica: Replica) -> None:
         """From an engine that drains."""
-        until = monotonic() + AHEAD_SECONDS
+        until = monotonic() + DRAIN_SECONDS
         while self._can_move(flight, replica):
-            await self._fetch_ahead(flight, replica, until)
-            async with self._changing_over:
-                if not self._can_move(flight, replica):
-                    return
-                if flight.tail > MOST_TAIL and monotonic() < until:  # it had to wait for others
-                    continue
-                attempts = flight.attempts
-                flight.keep_blocks()
-                flight.give_up(MovedError(f"the engine at {replica.address} drains"))
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(MOVE_SECONDS):
-                        while flight in self._flights and flight.brought <= attempts:
-                            flight.progress.clear()
-                            await flight.progress.wait()
-            return
+            tokens = await self._fetch_ahead(flight, replica, until)
+            if self._crossing and self._crossing + tokens > MOST_CROSSING:
+                await _progress(flight)
+            elif self._can_move(flight, replica):
+                await self._cross(flight, replica, tokens)
+
+    async def _cross(self, flight: Flight, replica: Replica, tokens: int) -> None:
+        """Change over, until it has its first token elsewhere. ``tokens``: to be computed for that."""
+        attempts = flight.attempts
+        flight.keep_blocks()
+        flight.give_up(MovedError(f"the engine at {replica.address} drains"))
+        self._crossing += tokens
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MOVE_SECONDS):
+                    while flight in self._flights and flight.brought <= attempts:
+                        await _progress(flight)
+        finally:
+            self._crossing -= tokens
 
     async def _hand_over(self, flight: Flight) -> None:
         """Again and again, while the request is on an engine that is for prompts. Where the other engine was lost, or
@@ -161,25 +167,29 @@ class Moves:
             await asyncio.sleep(ARRIVE_SECONDS)
         return False
 
-    async def _fetch_ahead(self, flight: Flight, replica: Replica, until: float) -> None:
-        """Until the engine that a request would go on on has all its full blocks, and few tokens lie behind them.
+    async def _fetch_ahead(self, flight: Flight, replica: Replica, until: float) -> int:
+        """Until few tokens lie behind the blocks that the engine has that a request would go on on. How many it would
+        have to compute.
 
-        At once where blocks cannot be moved there.
+        At once, and that is all of them, where blocks cannot be moved there.
         """
-        target, asked = None, 0
-        while self._can_move(flight, replica) and monotonic() < until:
+        target, asked, tokens = None, 0, 0
+        while self._can_move(flight, replica):
+            tokens = len(flight.request.prompt) + len(flight.answered)
             if target is None or not target.ready:
                 target, asked = self._best(flight, self._others(flight, replica)), 0
             connection = None if target is None else target.connection
             if target is None or connection is None or not (flight.moves_blocks and connection.info.moves_blocks):
-                return
+                break
             keys = flight.block_keys()
             if asked < len(keys):
                 self._ask(connection, flight, replica)
                 asked = len(keys)
-            if self._has_blocks(target, keys) and flight.tail <= MOST_TAIL:
-                return
-            await asyncio.sleep(ARRIVE_SECONDS)
+            tokens -= self._router.index.resumable(keys).get(target.address, 0) * connection.info.block_tokens
+            if tokens <= MOST_TAIL or monotonic() > until:
+                break
+            await _progress(flight)
+        return tokens
 
     def _ask(self, connection: FleetConnection, flight: Flight, replica: Replica) -> None:
         tokens = (*flight.request.prompt, *flight.answered)
@@ -210,6 +220,14 @@ class Moves:
     def _could_move(self, flight: Flight, replica: Replica) -> bool:
         """If there were another engine."""
         return flight in self._flights and flight.runs_on(replica) and bool(flight.answered) and flight.resumes
+
+
+async def _progress(flight: Flight) -> None:
+    """Until it has a token or ends; not for long where it does neither."""
+    flight.progress.clear()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LOOK_SECONDS):
+            await flight.progress.wait()
 
 
 def _known_blocks(replica: Replica) -> int:

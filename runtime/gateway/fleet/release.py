@@ -29,6 +29,10 @@ class ReleasePlanError(TapeoutError):
     """A release plan cannot be read or written."""
 
 
+class PlanAwayError(ReleasePlanError):
+    """The place of a release plan does not answer now."""
+
+
 class ReleasePlan(BaseModel):
     """``stable`` and ``candidate``: digests; engines of others get nothing. ``share``: of the conversations that the
     candidate gets. ``moving``: address of the engine that opens another bundle now. ``least_ready``: engines at any
@@ -98,6 +102,14 @@ class PlanFile:
         # Two that write at the same moment may both get through here; then one of them fails at its next step.
         if self.read() != before:
             raise changed_meanwhile(self)
+        self.put(plan)
+
+    def put(self, plan: ReleasePlan | None) -> None:
+        """Whatever was there before; without a plan there is no file. ``OSError`` where it cannot be written."""
+        if plan is None:
+            self._path.unlink(missing_ok=True)
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_name(f".{self._path.name}.part")
         part.write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
         part.replace(self._path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from runtime.gateway.fleet.release import ReleasePlan, ReleasePlanError, changed_meanwhile
+from runtime.gateway.fleet.release import PlanAwayError, ReleasePlan, ReleasePlanError, changed_meanwhile
 from tapeout.database import create_tables, open_database
 from tapeout.errors import one_line
 from tapeout.file_errors import file_problem
@@ -79,8 +79,8 @@ class PlanTable:
                 remedy="remove that row, and release again",
             ) from error
 
-    def _away(self, error: Exception) -> ReleasePlanError:
-        return ReleasePlanError(
+    def _away(self, error: Exception) -> PlanAwayError:
+        return PlanAwayError(
             f"the database of the release plan does not answer: {one_line(error)}",
             expected="a database that answers",
             remedy="start it; a release goes on where it was when its command is run again",
@@ -98,6 +98,6 @@ def _table() -> Table:
     return sa.Table(
         "release_plans",
         sa.MetaData(),
-        sa.Column("fleet", sa.String(64), primary_key=True),
+        sa.Column("fleet", sa.String(255), primary_key=True),  # as long as the name of a file can be
         sa.Column("plan", sa.Text, nullable=False),
     )

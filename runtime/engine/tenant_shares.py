@@ -1,0 +1,39 @@
+"""Which tenants take much more of an engine than others. Pure arithmetic: no clock is read here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+REMEMBERED_SECONDS = 10.0  # in which what a tenant was served counts for less, by a factor e
+HEAVY = 4.0  # times what another tenant takes, which is much more
+MOST_TENANTS = 1024  # that are remembered
+
+
+class TenantShares:
+    """Tokens that were fed for each tenant lately, also of those without requests now.
+
+    >>> shares = TenantShares()
+    >>> shares.add("loud", 1000, 0.0)
+    >>> shares.add("quiet", 100, 1.0)
+    >>> shares.heavy({"loud", "quiet"}, 1.0), shares.heavy({"quiet"}, 1.0), shares.heavy({"loud", "new"}, 1.0)
+    (frozenset({'loud'}), frozenset(), frozenset({'loud'}))
+    """
+
+    def __init__(self) -> None:
+        self._fed: dict[str, tuple[float, float]] = {}  # tokens, and until when they are counted
+
+    def add(self, tenant: str, tokens: int, now: float) -> None:
+        self._fed[tenant] = self._lately(tenant, now) + tokens, now
+        if len(self._fed) > MOST_TENANTS:
+            del self._fed[min(self._fed, key=lambda one: self._lately(one, now))]
+
+    def heavy(self, tenants: Collection[str], now: float) -> frozenset[str]:
+        """Of these, which have requests now, those that take much more than one of them."""
+        lately = {tenant: self._lately(tenant, now) for tenant in tenants}
+        most = HEAVY * min(lately.values(), default=0.0)
+        return frozenset(tenant for tenant, tokens in lately.items() if tokens > most)
+
+    def _lately(self, tenant: str, now: float) -> float:
+        tokens, until = self._fed.get(tenant, (0.0, now))
+        return tokens * math.exp((until - now) / REMEMBERED_SECONDS)
