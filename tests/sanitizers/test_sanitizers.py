@@ -370,9 +370,33 @@ DEFECTS = {
     ),
     "keys are normalized with the weight of queries": Defect(
         "cached_attention.c",
-        "rotate(w, w->key + token, w->key_norm",
-        "rotate(w, w->key + token, w->query_norm",
+        "rotate(w, key, w->key_norm",
+        "rotate(w, key, w->query_norm",
         "CachedAttention.*expected",
+    ),
+    "values have the stride of keys": Defect(
+        "cached_attention.c",
+        "*of_values = w->value_cache + at * value_size",
+        "*of_values = w->value_cache + at * key_size",
+        "CachedAttention.*expected|AddressSanitizer",
+    ),
+    "new values are written at the stride of keys": Defect(
+        "cached_attention.c",
+        "*to_value = w->value_cache + at * value_bytes(w)",
+        "*to_value = w->value_cache + at * key_bytes(w)",
+        "CachedAttention.*(expected|changed)|AddressSanitizer",
+    ),
+    "values of a token have the columns of its keys": Defect(
+        "cached_attention.c", "token * w->value_stride", "token * w->key_stride", "CachedAttention.*expected"
+    ),
+    "a value has the scale of a neighbouring channel": Defect(
+        "cached_attention.c",
+        "load(w->value_scale + head * E + i)",
+        "load(w->value_scale + head * w->D + i)",
+        "CachedAttention.*expected|AddressSanitizer",
+    ),
+    "the room for keys that are packed is that of values": Defect(
+        "cached_attention.c", "w->D > w->E ? w->D : w->E", "w->E", "CachedAttention.*expected|AddressSanitizer"
     ),
     "a head has the sink of another": Defect(
         "cached_attention.c",
@@ -587,8 +611,8 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
 TILE_DEFECTS = {
     "attention loads rows beyond its keys": (
         "cached_attention.c",
-        "_tile_loadd(FIRST_CODES, codes, 4 * D)",
-        "_tile_loadd(FIRST_CODES, codes, 64 * D)",
+        "_tile_loadd(FIRST_CODES, codes, 4 * E)",
+        "_tile_loadd(FIRST_CODES, codes, 64 * E)",
         "heap-buffer-overflow",
     ),
     "a linear loads rows beyond its unpacked codes": (
