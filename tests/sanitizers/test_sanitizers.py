@@ -75,11 +75,14 @@ class Defect:
 
 
 DEFECTS = {
-    "the size of the value cache is not checked": Defect(
+    "the value cache is not checked": Defect(
+        "cached_attention.c", "!values->present || values->rank != 4", "0", "null pointer|SEGV|accepted"
+    ),
+    "the channels of a cache are not checked": Defect(
         "cached_attention.c",
-        "!holds(&in[VALUE_CACHE], cache->type, cache->elements)",
-        "0",
-        "heap-buffer-overflow|null pointer|accepted",
+        "return channels % LANES || channels > LARGEST_HEAD ? 0 : channels;",
+        "return channels;",
+        "heap-buffer-overflow|accepted",
     ),
     "the size of sines is not checked": Defect(
         "cached_attention.c", "!holds(sines, FLOAT, cosines->elements)", "!sines->present", "overflow|accepted"
@@ -98,7 +101,7 @@ DEFECTS = {
         "cached_attention.c", "if (end <= 0) return 0;", "", "runtime error|expected"
     ),
     "a buffer of a unit is too small": Defect(
-        "cached_attention.c", "4 * KEYS * w->D * 2 +", "4 * KEYS * w->D +", "heap-buffer-overflow"
+        "cached_attention.c", "4 * KEYS * (w->D + packed)", "4 * KEYS * w->D", "heap-buffer-overflow"
     ),
     "a query sees one key too few": Defect(
         "cached_attention.c",
@@ -141,8 +144,8 @@ DEFECTS = {
     ),
     "a prefetch goes beyond the keys": Defect(
         "cached_attention.c",
-        "bytes = (left < KEYS ? left : KEYS) * size",
-        "bytes = KEYS * size",
+        "next_keys + entries * key_size",
+        "next_keys + KEYS * key_size",
         "heap-buffer-overflow",
     ),
     "the tile after the last is prefetched": Defect(
@@ -177,8 +180,8 @@ DEFECTS = {
     ),
     "the scales of another head are those of 4-bit values": Defect(
         "cached_attention.c",
-        "w->value_scale + head * D + i",
-        "w->value_scale + (w->bits == 4 ? (head + 1) % k->kv_heads : head) * D + i",
+        "w->value_scale + head * E + i",
+        "w->value_scale + (w->bits == 4 ? (head + 1) % k->kv_heads : head) * E + i",
         "expected",
     ),
     "keys are quantized by the scales of another head": Defect(
