@@ -23,6 +23,7 @@ from tapeout import artifact
 from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
 from tapeout.operators import DOMAIN, PAST, graph_state
+from tapeout.operators.attention import AttentionNode
 from tapeout.operators.experts import share_read
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph
@@ -65,7 +66,7 @@ def build(
 ) -> Artifact[RecordT]:
     """Lower the graph and write it as the target's artifact: a bundle that runs, or what its compiler is given.
 
-    ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, head_size]``; empty: float cache. ``kv_dtype``: of the
+    ``kv_scales``: ``layers.N.k_scale|v_scale`` ``[kv_heads, channels]``; empty: float cache. ``kv_dtype``: of the
     codes that the scales are for. ``recurrent_dtype``: of the state of recurrences. ``qdq``: for precisions that need
     it. :class:`BuildError` if the target cannot hold such a cache, or no linear can take the precision.
     """
@@ -292,7 +293,7 @@ def _require_precision(reports: Sequence[PassReport], precision: str) -> None:
 
 
 def _require_operators(model: ir.Model, target: Target[RecordT]) -> None:
-    """:class:`BuildError` for an operator that the target does not compute."""
+    """:class:`BuildError` for an operator, or heads of two sizes, that the target does not compute."""
     known = target.capabilities.operators
     used = {node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN}
     if known is not None and (unknown := sorted(used.difference(known))):
@@ -301,6 +302,14 @@ def _require_operators(model: ir.Model, target: Target[RecordT]) -> None:
             expected=f"a model whose layers are made of linears, norms and {', '.join(known)}",
             remedy="build for a target that computes them, such as ort-cpu",
         )
+    for attention in AttentionNode.all(model.graph):
+        if attention.head_size != attention.value_size and not target.capabilities.uneven_heads:
+            raise BuildError(
+                f"the model has keys of {attention.head_size} channels and values of {attention.value_size}, which "
+                f"{target.name} does not compute",
+                expected="keys and values of one size",
+                remedy="build for a target that computes them, such as ort-cpu",
+            )
 
 
 def _require_state(model: ir.Model, state: Sequence[LayerState], target: str) -> None:

@@ -82,6 +82,7 @@ class Capabilities:
     fp8_activations: bool = False  # linears over E4M3 round inputs to E4M3, by token
     timed: bool = False  # ``timer`` is implemented, so a plan can be chosen for this target
     operators: tuple[str, ...] | None = None  # of tapeout/operators; None: all, as the runtime computes their bodies
+    uneven_heads: bool = False  # attention whose keys have another size than its values
     ahead_of_time: bool = False  # a bundle for all levels is built on any machine
     schemes: tuple[Scheme, ...] = CANDIDATE_SCHEMES  # that a plan chooses from for linears
     throughput: Throughput | None = None  # a plan is chosen by it where nothing is timed

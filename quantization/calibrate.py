@@ -347,10 +347,13 @@ def _pair_norm(graph: PortableGraph, config: Any) -> Callable[[Tensor], Tensor]:
     """``[..., D]`` keys to the norm of each channel and its rotary partner, same shape.
 
     Models that rotate only the first part of a head (``partial_rotary_factor``) pair channels within that part, those
-    with latent attention within the last (``qk_rope_head_dim``).
+    with latent attention within the last (``qk_rope_head_dim``). Where kinds of layers rotate different parts, a whole
+    head is taken for both.
     """
-    part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [of_layers for of_layers in rope.values() if isinstance(of_layers, dict)] or [rope]
+    parts = {of_layers.get("partial_rotary_factor", 1.0) for of_layers in kinds}
+    part = min(parts) if len(parts) == 1 else 1.0
     last = getattr(config, "qk_rope_head_dim", 0)
 
     def norm(key: Tensor) -> Tensor:

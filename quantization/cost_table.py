@@ -72,7 +72,7 @@ class CostTable:
         each, and one for a snapshot.
         """
         layers = len(graph.cached_layers)
-        channels = 2 * layers * graph.kv_heads * graph.head_size  # of keys and values
+        channels = layers * graph.kv_heads * (graph.head_size + graph.value_size)
         bits = BITS.get(settings.dtype, self.float_bits)
         scales = channels * SCALE_BYTES if settings.dtype in BITS else 0
         return Cost(
@@ -158,7 +158,7 @@ def declared_costs(
             seconds[columns, outputs][scheme.name] = {
                 count: throughput.seconds(size, 2 * count * columns * outputs, inputs) for count in counts
             }
-    channels = 2 * graph.kv_heads * graph.head_size  # of keys and values
+    channels = graph.kv_heads * (graph.head_size + graph.value_size)
     attention = {
         cache.dtype: {
             # Each row up to ``slots`` is a sequence of its own, more rows are one prompt.

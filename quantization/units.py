@@ -142,7 +142,8 @@ def caches(wanted: Cache, graph: PortableGraph, candidates: Candidates = ALL_CAN
         return (wanted,)
     if not graph.cached_layers:
         return (KVCache(dtype="float32"),)
-    return tuple(cache for cache in candidates.caches if cache.dtype != "int4" or graph.head_size % 2 == 0)
+    odd = any(size % 2 for size in (graph.head_size, graph.value_size))
+    return tuple(cache for cache in candidates.caches if cache.dtype != "int4" or not odd)
 
 
 def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:

@@ -68,7 +68,7 @@ class PortableGraph(Record):
     """``dequantized``: how the checkpoint stored weights that are in float32 here; None where they were floats."""
 
     artifact_type: ClassVar[str] = "PortableGraph"
-    schema_version: ClassVar[int] = 7
+    schema_version: ClassVar[int] = 8
     remedy: ClassVar[str] = "run `dvc repro export`"
     parent_types: ClassVar[ParentTypes] = {"source": ("Source",)}
 
@@ -76,10 +76,11 @@ class PortableGraph(Record):
     layers: int
     state: tuple[LayerState, ...]  # what they keep, in float32
     hidden_size: int
-    # of the first attention, as the next two: costs are estimated as if all were like it; 0 where there is none
+    # of the first attention, as the next three: costs are estimated as if all were like it; 0 where there is none
     heads: int
     kv_heads: int
-    head_size: int
+    head_size: int  # of queries and keys
+    value_size: int
     vocab_size: int
     tied_embeddings: bool
     embedding: str  # parameter name of the token embedding, [vocab, hidden]

@@ -24,6 +24,7 @@ class Layout:
     heads: int = 4
     kv_heads: int = 2
     head_size: int = 16
+    values: int = 0  # channels of a value; 0: as many as a key has
     rotary: str = "half"  # half, interleaved, partial, none
     window: int = 0
     softcap: float = 0.0
@@ -40,11 +41,20 @@ class Layout:
     @property
     def widths(self) -> dict[str, int]:
         """Columns of each projection."""
-        return {"q": self.width * (2 if self.gated else 1), "k": self.kv_width, "v": self.kv_width}
+        kv = self.kv_heads * self.head_size, self.kv_heads * self.value_size
+        return {"q": self.width * (2 if self.gated else 1), "k": kv[0], "v": kv[1]}
 
     @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_size
+    def value_size(self) -> int:
+        return self.values or self.head_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Channels of a head in each cache."""
+        return {"key": self.head_size, "value": self.value_size}
+
+    def past_shape(self, part: str) -> list[str | int]:
+        return ["batch", self.kv_heads, "past", self.sizes[part]]
 
 
 def random(*shape: int) -> Array:
@@ -53,8 +63,7 @@ def random(*shape: int) -> Array:
 
 def graph(layout: Layout) -> ir.Model:
     """One attention block as exported: projections (where ``merged``), rotary, attention, back to rows."""
-    past_shape = ["batch", layout.kv_heads, "past", layout.head_size]
-    past = [value(f"past_key_values.0.{part}", past_shape) for part in ("key", "value")]
+    past = [value(f"past_key_values.0.{part}", layout.past_shape(part)) for part in layout.sizes]
     mask = value("attention_mask", ["batch", "total"], ir.DataType.INT64)
     positions = value("position_ids", ["batch", "tokens"], ir.DataType.INT64)
     widths = layout.widths
@@ -69,7 +78,8 @@ def graph(layout: Layout) -> ir.Model:
     if layout.gated:
         flat["q"], gate = _query_and_gate(flat["q"], layout)
     counts = {"q": layout.heads, "k": layout.kv_heads, "v": layout.kv_heads}
-    heads = {name: _heads(flat[name], name, count, layout) for name, count in counts.items()}
+    channels = {"q": layout.head_size, "k": layout.head_size, "v": layout.value_size}
+    heads = {name: _heads(flat[name], name, count, channels[name]) for name, count in counts.items()}
     if layout.key_factor != 1:
         factor = parameter("key_factor", np.array(layout.key_factor, np.float32))
         heads["k"] = op("Mul", [heads["k"], factor], heads["k"].shape)
@@ -90,7 +100,7 @@ def graph(layout: Layout) -> ir.Model:
     output = op(
         NAME_WITH_SINKS if layout.sinks else NAME,
         [heads["q"], heads["k"], heads["v"], mask, *sinks, *past],
-        ["batch", layout.heads, "tokens", layout.head_size],
+        ["batch", layout.heads, "tokens", layout.value_size],
         domain=DOMAIN,
         outputs=3,
         scale=layout.scale,
@@ -99,11 +109,12 @@ def graph(layout: Layout) -> ir.Model:
     )
     node = output.producer()
     assert node is not None
-    for part, present in zip(("key", "value"), node.outputs[1:], strict=True):
-        present.name, present.shape = f"present.0.{part}", ir.Shape(past_shape)
-    rows = op("Transpose", [output], ["batch", "tokens", layout.heads, layout.head_size], perm=[0, 2, 1, 3])
-    back = op("Reshape", [rows, parameter("rows", np.array([0, 0, layout.width], np.int64))])
-    back.shape = ir.Shape(["batch", "tokens", layout.width])
+    for part, present in zip(layout.sizes, node.outputs[1:], strict=True):
+        present.name, present.shape = f"present.0.{part}", ir.Shape(layout.past_shape(part))
+    rows = op("Transpose", [output], ["batch", "tokens", layout.heads, layout.value_size], perm=[0, 2, 1, 3])
+    width = layout.heads * layout.value_size
+    back = op("Reshape", [rows, parameter("rows", np.array([0, 0, width], np.int64))])
+    back.shape = ir.Shape(["batch", "tokens", width])
     if gate is not None:
         back = op("Mul", [back, op("Sigmoid", [gate], back.shape)], back.shape)
     result = named("y", op("Neg", [back], back.shape))
@@ -122,20 +133,21 @@ def _query_and_gate(flat: ir.Value, layout: Layout) -> tuple[ir.Value, ir.Value]
     return query, op("Reshape", [node.outputs[1], rows], ["batch", "tokens", layout.width])
 
 
-def _heads(flat: ir.Value, name: str, count: int, layout: Layout) -> ir.Value:
-    sizes = parameter(f"heads_{name}", np.array([0, 0, count, layout.head_size], np.int64))
-    rows = op("Reshape", [flat, sizes], ["batch", "tokens", count, layout.head_size])
-    return op("Transpose", [rows], ["batch", count, "tokens", layout.head_size], perm=[0, 2, 1, 3])
+def _heads(flat: ir.Value, name: str, count: int, channels: int) -> ir.Value:
+    sizes = parameter(f"heads_{name}", np.array([0, 0, count, channels], np.int64))
+    rows = op("Reshape", [flat, sizes], ["batch", "tokens", count, channels])
+    return op("Transpose", [rows], ["batch", count, "tokens", channels], perm=[0, 2, 1, 3])
 
 
 def exported(model: ir.Model, layout: Layout, rows: dict[str, Array], length: int) -> Array:
     """Outputs for every token of one sequence, computed at once from an empty cache."""
-    empty = np.zeros((1, layout.kv_heads, 0, layout.head_size), np.float32)
     feeds = {name: array[None, :length] for name, array in rows.items()} | {
         "attention_mask": np.ones((1, length), np.int64),
         "position_ids": np.arange(length)[None],
-        "past_key_values.0.key": empty,
-        "past_key_values.0.value": empty,
+        **{
+            f"past_key_values.0.{part}": np.zeros((1, layout.kv_heads, 0, size), np.float32)
+            for part, size in layout.sizes.items()
+        },
     }
     return run(model, feeds)["y"][0]
 
@@ -146,8 +158,11 @@ class Blocks:
     def __init__(self, model: ir.Model, layout: Layout, rows: int, dtype: type = np.float32) -> None:
         """``dtype``: float32, int8, or uint8 for two codes of 4 bits a byte."""
         self.model = model
-        shape = (rows, layout.kv_heads, MAX_TOKENS, layout.head_size // (2 if dtype is np.uint8 else 1))
-        self.past = {f"past_key_values.0.{part}": np.zeros(shape, dtype) for part in ("key", "value")}
+        packed = 2 if dtype is np.uint8 else 1
+        self.past = {
+            f"past_key_values.0.{part}": np.zeros((rows, layout.kv_heads, MAX_TOKENS, size // packed), dtype)
+            for part, size in layout.sizes.items()
+        }
 
     def step(self, sequences: list[dict[str, Array]], starts: list[int], count: int, *, first: int = 0) -> Array:
         """Feed ``count`` tokens of each sequence from its start; ``[rows, count, width]``."""
@@ -182,6 +197,9 @@ LAYOUTS = {
     "gates between queries": Layout(gated=True),
     "gates between queries, merged": Layout(gated=True, merged=True, rotary="none"),
     "a factor of keys": Layout(key_factor=0.3, merged=True),
+    "keys larger than values": Layout(head_size=48, values=32),
+    "values larger than keys, merged": Layout(values=64, merged=True, rotary="interleaved"),
+    "heads of two sizes, sinks and window": Layout(head_size=32, values=16, sinks=True, window=4, merged=True),
 }
 
 

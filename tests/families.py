@@ -117,6 +117,15 @@ LATENT: Mapping[str, Any] = {  # multi-head latent attention, its keys and value
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+# Heads of DeepSeek-V2 and V3, as published: keys of 192 channels, values of 128.
+LATENT_UNEVEN: Mapping[str, Any] = {
+    **LATENT,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 LONGROPE: Mapping[str, Any] = {
     "original_max_position_embeddings": 24,
     "rope_parameters": {
@@ -179,6 +188,9 @@ MORE_FAMILIES: Mapping[str, Family] = {
         LATENT,
     ),
     "deepseek_v3-dense": Family("deepseek_v3", {"first_k_dense_replace": LAYERS}, LATENT),
+    "deepseek_v3-published-heads": Family(
+        "deepseek_v3", {**ROUTED, "n_group": 2, "topk_group": 1}, {**LATENT_UNEVEN, "kv_lora_rank": 64}
+    ),
     "diffllama": Family("diffllama"),
     "doge": Family("doge"),
     "ernie4_5": Family("ernie4_5", rotary="interleaved"),
@@ -309,7 +321,16 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "hunyuan_v1_moe": Family("hunyuan_v1_moe", {**EXPERTS, "moe_topk": 2}),
     "hy_v3": Family("hy_v3", EXPERTS),
     "mellum": Family("mellum", {**EXPERTS, "sliding_window": 8}),
-    "mimo_v2_flash": Family("mimo_v2_flash", {**ROUTED, "sliding_window": 8}),
+    "mimo_v2_flash": Family(
+        "mimo_v2_flash",
+        {
+            **ROUTED,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "head_dim": 192,
+            "v_head_dim": 128,  # as published
+        },
+    ),
     "minimax_m2": Family("minimax_m2", EXPERTS),
     "solar_open": Family("solar_open", ROUTED),
     # Refused. Sizes are those of a real model of the family, reduced.
@@ -317,6 +338,11 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "bloom": Family("bloom", {}, {"hidden_size": 64, "n_layer": LAYERS, "n_head": 4}),
     "codegen": Family("codegen", {"rotary_dim": 8}, {**GPT, "n_ctx": MAX_POSITIONS}),
     "deepseek_v2": Family("deepseek_v2", {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}, LATENT),
+    "deepseek_v2-published-heads": Family(  # queries of one linear, as in DeepSeek-V2-Lite
+        "deepseek_v2",
+        {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
+        {**LATENT_UNEVEN, "q_lora_rank": None},
+    ),
     "ernie4_5_moe": Family("ernie4_5_moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}),
     "falcon": Family("falcon", {}, {**PLAIN, "num_kv_heads": 4}),
     "falcon-alibi": Family("falcon", {"alibi": True}, {**PLAIN, "num_kv_heads": 4}),
@@ -344,7 +370,7 @@ MORE_FAMILIES: Mapping[str, Family] = {
         {"num_heads": 8, "head_dim": 16, "n_groups": 8},
         {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 8},
     ),
-    "minicpm3-uneven-heads": Family("minicpm3", {"v_head_dim": 8}, LATENT),
+    "minicpm3-uneven-heads": Family("minicpm3", {"v_head_dim": 32}, LATENT),
     "minimax": Family("minimax", {**EXPERTS, "layer_types": ["full_attention"] * LAYERS}),
     "mixtral": Family("mixtral", EXPERTS),
     "mpt": Family("mpt", {}, {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": MAX_POSITIONS}),

@@ -31,6 +31,7 @@ ROWS, TOKENS = 8, 48  # calibration samples and tokens of each
 PROMPTS = (5, 13, 22, 31)  # tokens: shorter and longer than the sliding windows of the families
 DECODED = 4
 PIECES = (9, 2, 1, 17)  # in which the longest prompt is fed again
+INT8 = KVCache(dtype="int8")
 
 
 def recipe(tokens: int = TOKENS) -> BaseRecipe:
@@ -48,7 +49,7 @@ def recipe(tokens: int = TOKENS) -> BaseRecipe:
                 Rule(match="layers.*.experts_*", bits=8, group_size=32, symmetric=True),
                 Rule(match="*", bits=8, activations="int8"),
             ),
-            kv_cache=KVCache(dtype="int8"),
+            kv_cache=INT8,
         ),
         quantize=Quantize(scale_grid=4),
     )
@@ -71,14 +72,19 @@ class Made:
 
 
 def make(
-    name: str, folder: Path, rules: Sequence[Rule] = (), recurrent_state: str = "float32", **settings: int
+    name: str,
+    folder: Path,
+    rules: Sequence[Rule] = (),
+    recurrent_state: str = "float32",
+    kv_cache: KVCache = INT8,
+    **settings: int,
 ) -> Made:
     """The family quantized and built. ``rules``: of its linears, in place of every kind of product.
 
     ``settings``: of its configuration.
     """
     graph, given = family_graph(name, **settings), recipe()
-    changes = {"recurrent_state": recurrent_state, **({"schemes": tuple(rules)} if rules else {})}
+    changes = {"recurrent_state": recurrent_state, "kv_cache": kv_cache, **({"schemes": tuple(rules)} if rules else {})}
     given = given.model_copy(update={"plan": given.plan.model_copy(update=changes)})
     calibration = calibrate(given.calibrate, graph, texts(words(name, ROWS, TOKENS, 1)), folder / "calibration")
     plan = written_plan(given, graph, folder / "plan")
@@ -91,6 +97,7 @@ def make(
         precision="mix",
         slots=2,
         kv_scales=KVScales.read(quantized.folder).scales,
+        kv_dtype=quantized.record.kv_cache.dtype,
         recurrent_dtype=quantized.record.recurrent_state,
         parents={},
     )

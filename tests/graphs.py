@@ -54,6 +54,7 @@ def llama_graph(checkpoint: Path, folder: Path) -> Artifact[PortableGraph]:
                 heads=config["num_attention_heads"],
                 kv_heads=config["num_key_value_heads"],
                 head_size=config["head_dim"],
+                value_size=config["head_dim"],
                 vocab_size=config["vocab_size"],
                 tied_embeddings=True,
                 embedding=EMBEDDING,

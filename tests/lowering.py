@@ -169,6 +169,7 @@ def lowering(
         heads=4,
         kv_heads=2,
         head_size=8,
+        value_size=8,
         vocab_size=53,
         tied_embeddings=tied,
         embedding="embed.weight",

@@ -6,9 +6,10 @@ from engines.bundle import IOContract
 from tapeout.state import Paged, StateTensor
 
 
-def attention(layer: int, heads: int, head_size: int, dtype: str) -> Paged:
-    """Keys and values of a layer of a dense decoder."""
-    tensors = (StateTensor(name=name, shape=(heads, head_size), dtype=dtype) for name in ("key", "value"))
+def attention(layer: int, heads: int, head_size: int, dtype: str, value_size: int = 0) -> Paged:
+    """Keys and values of a layer of a dense decoder. ``value_size``: 0: as ``head_size``."""
+    sizes = {"key": head_size, "value": value_size or head_size}
+    tensors = (StateTensor(name=name, shape=(heads, size), dtype=dtype) for name, size in sizes.items())
     return Paged(layer=layer, tensors=tuple(tensors))
 
 

@@ -4,7 +4,8 @@ What is timed is what the target's own passes make of one layer's attention as i
 included, behind one linear for queries, keys and values that is not timed. It attends to the whole cache. What a
 graph's record does not tell is left out: a window, a soft cap, partial rotary. Copies have caches of their own.
 
-B  sequences      S  tokens of each      T  tokens in the cache      H, G, D  heads, key/value heads, head size
+B  sequences      S  tokens of each      T  tokens in the cache      H, G  heads, of queries and of keys
+D, E  channels of a key, and of a value
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class TimedAttention:
     def described(self, tokens: int) -> Mapping[str, Any]:
         graph, step = self.graph, Step.of(tokens, self.slots, self.context)
         return {
-            "attention": [graph.heads, graph.kv_heads, graph.head_size, graph.rotary],
+            "attention": [graph.heads, graph.kv_heads, graph.head_size, graph.value_size, graph.rotary],
             "step": [step.sequences, step.tokens, step.context],
             "dtypes": list(self.names),
         }
@@ -70,7 +71,8 @@ class TimedAttention:
 
     def _case(self, target: Target[Any], dtype: str, step: Step) -> TimedCase:
         graph, element = self.graph, CACHE_TYPES[dtype].numpy()
-        columns = graph.head_size // 2 if dtype == "int4" else graph.head_size
+        sizes_of = {"key": graph.head_size, "value": graph.value_size}
+        columns = {part: size // 2 if dtype == "int4" else size for part, size in sizes_of.items()}
         blocks = -(-step.context // BLOCK_TOKENS)
 
         def model(copies: int) -> ir.Model:
@@ -78,28 +80,28 @@ class TimedAttention:
 
         def arrays(copies: int, tokens: int) -> dict[str, NDArray[Any]]:
             rng = np.random.default_rng(0)
-            width = (graph.heads + 2 * graph.kv_heads) * graph.head_size
+            width = graph.heads * graph.head_size + graph.kv_heads * sum(sizes_of.values())
             found: dict[str, NDArray[Any]] = {
                 "qkv": rng.standard_normal((step.sequences, step.tokens, width)).astype(np.float32),
                 OFFSETS: np.arange(step.sequences + 1, dtype=np.int32) * step.tokens,
                 STARTS: np.full(step.sequences, step.context - step.tokens, np.int32),
                 BLOCK_TABLE: np.arange(step.sequences * blocks, dtype=np.int32).reshape(-1, blocks),
             }
-            output = np.empty((step.sequences, step.tokens, graph.heads * graph.head_size), np.float32)
-            shape = (step.sequences * blocks, graph.kv_heads, BLOCK_TOKENS, columns)
+            output = np.empty((step.sequences, step.tokens, graph.heads * graph.value_size), np.float32)
             for copy in range(copies):
-                for part in ("key", "value"):
+                for part, width in columns.items():
+                    shape = (step.sequences * blocks, graph.kv_heads, BLOCK_TOKENS, width)
                     # Written, not only allocated: unwritten pages of zeros are one page of memory.
                     found[f"past_key_values.{copy}.{part}"] = rng.integers(0, 8, shape).astype(element)
                 found[f"y{copy}"] = output
             return found
 
-        cache_bytes = 2 * step.sequences * graph.kv_heads * step.context * columns * element.itemsize
+        cache_bytes = step.sequences * graph.kv_heads * step.context * sum(columns.values()) * element.itemsize
         return TimedCase(cache_bytes, model, arrays, max(1, MOST_COPIES // step.tokens))
 
 
 def attention_model(target: Target[Any], graph: PortableGraph, dtype: str, copies: int, context: int) -> ir.Model:
-    """``copies`` attentions of one input ``qkv [B, S, (H+2G)·D]`` to ``y0 [B, S, H·D]`` and on, lowered by the target.
+    """``copies`` attentions of one input ``qkv [B, S, H·D + G·(D+E)]`` to ``y0 [B, S, H·E]`` and on, lowered.
 
     :class:`BuildError` if no pass takes it, or they make another cache than ``dtype``.
     """
@@ -107,9 +109,9 @@ def attention_model(target: Target[Any], graph: PortableGraph, dtype: str, copie
         {}
         if dtype == "float32"
         else {
-            f"layers.{copy}.{part}": np.full((graph.kv_heads, graph.head_size), 1 / 32, np.float32)
+            f"layers.{copy}.{part}": np.full((graph.kv_heads, size), 1 / 32, np.float32)
             for copy in range(copies)
-            for part in ("k_scale", "v_scale")
+            for part, size in (("k_scale", graph.head_size), ("v_scale", graph.value_size))
         }
     )
     model = _exported(graph, copies, context)
@@ -153,7 +155,7 @@ class _NoWeights:
 
 def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
     """Attention as ``pipeline.export.export`` writes it, after Q, K and V were merged: all copies read one linear."""
-    heads, kv_heads, size = graph.heads, graph.kv_heads, graph.head_size
+    heads, kv_heads, size, value_size = graph.heads, graph.kv_heads, graph.head_size, graph.value_size
     x, mask, positions = (
         _value("x", ["batch", "tokens", 1]),
         _value("attention_mask", ["batch", "total"], ir.DataType.INT64),
@@ -178,33 +180,36 @@ def _exported(graph: PortableGraph, copies: int, context: int) -> ir.Model:
         model.graph.append(node)
         return list(node.outputs)
 
-    counts = np.array([heads, kv_heads, kv_heads], np.int64)
-    (merged,) = add(OP, [x], ["batch", "tokens", int(counts.sum()) * size], domain=INTERNAL)
+    parts_of = [(heads, size), (kv_heads, size), (kv_heads, value_size)]  # heads, and channels of each
+    widths = [count * channels for count, channels in parts_of]
+    (merged,) = add(OP, [x], ["batch", "tokens", sum(widths)], domain=INTERNAL)
     angles = np.arange(context)[:, None] * 10_000.0 ** -np.linspace(0, 1, size // 2, endpoint=False)
     tables = [constant(model, f"rotary.{f.__name__}", f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
     for copy in range(copies):
-        parts = add("Split", [merged, constant(model, "parts", counts * size)],
-                    *(["batch", "tokens", int(count) * size] for count in counts), axis=2)  # fmt: skip
+        parts = add("Split", [merged, constant(model, "parts", np.array(widths, np.int64))],
+                    *(["batch", "tokens", width] for width in widths), axis=2)  # fmt: skip
         states: list[ir.Value] = []
-        for number, (part, count) in enumerate(zip(parts, counts.tolist(), strict=True)):
-            (heads_last,) = add("Reshape", [part, sizes(model, 0, 0, count, size)], ["batch", "tokens", count, size])
-            (rotated,) = add("Transpose", [heads_last], ["batch", count, "tokens", size], perm=[0, 2, 1, 3])
+        for number, (part, (count, channels)) in enumerate(zip(parts, parts_of, strict=True)):
+            rows = ["batch", "tokens", count, channels]
+            (heads_last,) = add("Reshape", [part, sizes(model, 0, 0, count, channels)], rows)
+            (rotated,) = add("Transpose", [heads_last], ["batch", count, "tokens", channels], perm=[0, 2, 1, 3])
             if graph.rotary != "none" and number < 2:
                 interleaved = int(graph.rotary == "interleaved")
                 inputs = [rotated, *tables, positions]
                 (rotated,) = add("RotaryEmbedding", inputs, ["batch", count, "tokens", size], interleaved=interleaved)
             states.append(rotated)
-        buffer = ["batch", kv_heads, "past", size]
-        past = [_value(f"past_key_values.{copy}.{part}", buffer) for part in ("key", "value")]
+        buffers = {part: ["batch", kv_heads, "past", each] for part, each in (("key", size), ("value", value_size))}
+        past = [_value(f"past_key_values.{copy}.{part}", buffer) for part, buffer in buffers.items()]
         output, *present = add(
-            "Attention", [*states, mask, *past], ["batch", heads, "tokens", size], buffer, buffer,
+            "Attention", [*states, mask, *past], ["batch", heads, "tokens", value_size], *buffers.values(),
             domain=DOMAIN, scale=size**-0.5, softcap=0.0, window=0,
         )  # fmt: skip
         for part, value in zip(("key", "value"), present, strict=True):
             value.name = f"present.{copy}.{part}"
-        (attended,) = add("Transpose", [output], ["batch", "tokens", heads, size], perm=[0, 2, 1, 3])
-        (joined,) = add("Reshape", [attended, sizes(model, 0, 0, heads * size)], ["batch", "tokens", heads * size])
-        (y,) = add("Identity", [joined], ["batch", "tokens", heads * size])
+        joined_width = heads * value_size
+        (attended,) = add("Transpose", [output], ["batch", "tokens", heads, value_size], perm=[0, 2, 1, 3])
+        (joined,) = add("Reshape", [attended, sizes(model, 0, 0, joined_width)], ["batch", "tokens", joined_width])
+        (y,) = add("Identity", [joined], ["batch", "tokens", joined_width])
         y.name = f"y{copy}"
         model.graph.inputs.extend(past)
         model.graph.outputs.extend([y, *present])

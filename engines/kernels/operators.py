@@ -1,7 +1,8 @@
 """The operators that Tapeout's own kernels compute, each declared once.
 
 M  tokens of a step            K, N  input and output channels         B  sequences           P  tokens with logits
-H, KV  heads of queries, keys  D  channels of a head, C of a state     T  tokens of a block   [..]  one axis or more
+H, KV  heads of queries, keys  D  channels of a head, E of a value, C of a state   T  tokens of a block
+[..]  one axis or more
 
 A set of kernels (``kernel_set.py``) has some of them. Passes write them into graphs in ``DOMAIN``; how a set lays out
 the codes, scales and zero points of a weight is its own. Graphs are checked against this table after each pass, the
@@ -87,14 +88,14 @@ _ALL = (
             Argument("key", optional=True),
             Argument("value", optional=True),
             Argument("key_cache", _CACHE),  # [blocks, KV, T, D], or D / 2 bytes of 4-bit codes; written in place
-            Argument("value_cache", _CACHE),
+            Argument("value_cache", _CACHE),  # [blocks, KV, T, E], likewise
             Argument("offsets", ("int32",)),  # [B + 1] of the first token of each sequence
             Argument("starts", ("int32",)),  # [B] positions of these tokens
             Argument("block_table", ("int32",)),  # [B, blocks of a sequence]
             Argument("cosines", optional=True),  # [positions, R / 2] of RoPE
             Argument("sines", optional=True),
             Argument("key_scales", optional=True),  # [KV, D] of a cache of codes
-            Argument("value_scales", optional=True),
+            Argument("value_scales", optional=True),  # [KV, E]
             Argument("query_norm", optional=True),  # [D] of an RMSNorm of each head
             Argument("key_norm", optional=True),
             Argument("sinks", optional=True),  # [H]: one more score of each softmax, without a value

@@ -107,6 +107,7 @@ def export(
             heads=attention.heads if attention else 0,
             kv_heads=attention.kv_heads if attention else 0,
             head_size=attention.head_size if attention else 0,
+            value_size=attention.value_size if attention else 0,
             vocab_size=int(model.get_output_embeddings().weight.shape[0]),
             tied_embeddings=bool(aliases),
             embedding=_parameter_name(model, model.get_input_embeddings().weight),

@@ -80,15 +80,17 @@ class _Tracer:
         attributes: Mapping[str, Any],
         state: Sequence[TracedState],
         tokens: int,
+        columns: int | None = None,
     ) -> torch.Tensor:
         self.calls += 1
         data = inputs[0]
         assert data is not None
+        shape = data.shape if columns is None else torch.Size((*data.shape[:-1], columns))
         if state:
             self.called.add(self.layer)
         if not self.emits:
             self.kept += ((self.layer, each) for each in state)
-            return torch.zeros_like(data)
+            return data.new_zeros(shape)
         first = len(self.presents)
         past = self._past[first : first + len(state)]
         # What grows holds the same tokens, so its length is read once.
@@ -100,7 +102,7 @@ class _Tracer:
             [*inputs, *past],
             attrs=dict(attributes),
             dtypes=[data.dtype] * (1 + len(state)),
-            shapes=[data.shape, *shapes],
+            shapes=[shape, *shapes],
             version=1,
         )
         self.presents += presents
@@ -136,10 +138,10 @@ def trace(model: Any, progress: Callable[[str], None] = lambda _: None) -> ir.Mo
     """Trace ``model`` (eval mode) to an ONNX IR model whose parameters keep their checkpoint names.
 
     Inputs ``input_ids [B, S]``, ``attention_mask [B, P+S]`` (0 marks left padding), ``position_ids [B, S]`` (all
-    int64), and the state of each layer N: ``past_key_values.N.key|value [B, kv_heads, P, head_size]`` of attention,
+    int64), and the state of each layer N: ``past_key_values.N.key|value [B, kv_heads, P, channels]`` of attention,
     ``past_key_values.N.conv [B, K-1, C]`` of a convolution, ``past_key_values.N.delta|scan [B, heads, Dk, Dv]`` of a
     recurrence; outputs ``logits [B, S, V]`` and the same state after the tokens,
-    ``present.N.key|value [B, kv_heads, P+S, head_size]`` and so on.
+    ``present.N.key|value [B, kv_heads, P+S, channels]`` and so on.
     """
     tracer = _Tracer(longest(model))
     with contextlib.ExitStack() as stack:

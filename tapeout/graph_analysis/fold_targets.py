@@ -91,7 +91,7 @@ def _value_target(value: ir.Value, members: list[Linear], by_output: dict[int, L
         return None
     assert node is not None
     source = node.inputs[2]
-    query, past = node.inputs[0], node.inputs[-2]
+    query, past = node.inputs[0], node.inputs[-1]
     while source is not None and id(source) not in by_output:
         step = source.producer()
         if step is None or len(source.uses()) != 1:

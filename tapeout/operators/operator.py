@@ -69,8 +69,12 @@ class Tracer(Protocol):
         attributes: Mapping[str, Any],
         state: Sequence[TracedState],
         tokens: int,
+        columns: int | None = None,
     ) -> torch.Tensor:
-        """The output, shaped like the first input, of a node over so many ``tokens``. Its state is added as inputs."""
+        """The output, shaped like the first input, of a node over so many ``tokens``. Its state is added as inputs.
+
+        ``columns``: of the output's last axis, where the first input has others.
+        """
         ...
 
 

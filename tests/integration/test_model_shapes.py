@@ -59,9 +59,9 @@ def test_a_model_of_this_shape_is_quantized_whole_and_computed_right(name: str, 
         assert_key_thresholds_hold_at_later_positions(made.graph, name, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["minicpm3", "youtu"])
-def test_key_thresholds_of_latent_attention_hold_at_later_positions(name: str, tmp_path: Path) -> None:
-    """Its heads are rotated in their last part, as halves, or as a complex product."""
+@pytest.mark.parametrize("name", ["minicpm3", "youtu", "mimo_v2_flash"])
+def test_key_thresholds_of_heads_that_turn_in_part_hold_at_later_positions(name: str, tmp_path: Path) -> None:
+    """The last part, as halves or as a complex product, or the first, as each kind of layers says."""
     graph = family_graph(name)
     assert graph.record.rotary == "half"
     assert_key_thresholds_hold_at_later_positions(graph, name, tmp_path)

@@ -164,7 +164,7 @@ def test_a_planted_defect_is_found(
 # Of cached_attention.c: text, other text, and what the host or the comparison with AVX-512 then says.
 TILED_DEFECTS = {
     "keys beyond the channels of a head are not zeros": (
-        "(-D & (TILE_ROW_BYTES - 1)) * KEYS",
+        "(-w->D & (TILE_ROW_BYTES - 1)) * KEYS",
         "0",
         "expected",
     ),

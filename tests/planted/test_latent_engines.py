@@ -9,17 +9,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engines.passes.base import Lowering, PassResult
-from engines.passes.onnxruntime import latent_keys
+from engines.passes.onnxruntime import cached_attention, latent_keys
 from tests.family_engines import difference_from_checkpoint, make
 
 FAMILY = "deepseek_v3-dense"
 
 
-def difference(folder: Path) -> str:
-    return difference_from_checkpoint(make(FAMILY, folder), 4, 30)
+TWO_SIZES = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}  # keys of 32 channels
+
+
+def difference(folder: Path, **settings: int) -> str:
+    return difference_from_checkpoint(make(FAMILY, folder, **settings), 4, 30)
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[latent_keys.Parts], latent_keys.Parts]) -> None:
@@ -87,5 +91,29 @@ def test_the_norm_of_a_latent_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "linear off by" in difference(tmp_path)
 
 
-def test_a_sound_engine(tmp_path: Path) -> None:
-    assert difference(tmp_path) == ""
+def test_values_have_the_columns_of_the_neighbouring_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def change(parts: latent_keys.Parts) -> latent_keys.Parts:
+        query, key, value = parts.runs
+        return replace(parts, runs=[query, key, [*value[1:], value[0]]])
+
+    planted(monkeypatch, change)
+    assert "linear off by" in difference(tmp_path, **TWO_SIZES)
+
+
+def test_values_of_another_size_have_the_scale_of_the_neighbouring_channel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sound = cached_attention.run
+
+    def wrong(lowering: Lowering) -> PassResult:
+        moved = {name: np.roll(scale, 1, -1) for name, scale in lowering.kv_scales.items() if name.endswith("v_scale")}
+        lowering.kv_scales = {**lowering.kv_scales, **moved}
+        return sound(lowering)
+
+    monkeypatch.setattr(cached_attention, "run", wrong)
+    assert "linear off by" in difference(tmp_path, **TWO_SIZES)
+
+
+@pytest.mark.parametrize("settings", [{}, TWO_SIZES], ids=["one size", "two sizes"])
+def test_a_sound_engine(settings: dict[str, int], tmp_path: Path) -> None:
+    assert difference(tmp_path, **settings) == ""

@@ -148,7 +148,7 @@ typedef struct {
   Weights weights, down;        /* down: of experts, whose ups and gates are `weights` */
   int64_t M, values;            /* of linears */
   int kind;
-  int64_t heads, kv_heads, D, B, T, columns, blocks, rotary, window, packed; /* of attention */
+  int64_t heads, kv_heads, D, E, B, T, columns, blocks, rotary, window, packed; /* of attention */
   int bits, cache; /* of its cache: of a channel, and the type */
   float softcap, scale, epsilon;
   int64_t firsts[5], groups, channels, run, period; /* of columns, and of norms or heads of keys */
@@ -1257,7 +1257,7 @@ enum { NO_ROPE, HALVES, INTERLEAVED };
 static int64_t count_of(const Node* node, int64_t b) {
   return int_of(node, OFFSETS, b + 1) - int_of(node, OFFSETS, b);
 }
-/* The cache entry, in entries of D channels, of a KV head at a position of a sequence. */
+/* The cache entry, in entries of D or E channels, of a KV head at a position of a sequence. */
 static int64_t entry_of(const Node* node, int64_t b, int64_t head, int64_t position) {
   const int64_t block = int_of(node, TABLE, b * node->columns + position / node->T);
   return (block * node->kv_heads + head) * node->T + position % node->T;
@@ -1272,6 +1272,7 @@ static Node new_attention(void) {
   const int many = one_in(30);
   node.kv_heads = random_int(1, 3), node.heads = node.kv_heads * (many ? 60 : group);
   node.D = PICK(16, 16, 32, 48, 64, 80);
+  node.E = one_in(2) ? node.D : PICK(16, 32, 48, 64, 80);
   node.B = random_int(0, 9) ? random_int(1, 4) : 0;
   const int many_keys = one_in(4); /* more than those of a unit whose next one is prefetched */
   node.columns = one_in(2) ? 1 : random_int(2, many_keys ? 7 : 3),
@@ -1288,16 +1289,16 @@ static Node new_attention(void) {
   node.softcap = one_in(4) ? 3.0f : 0;
   node.scale = 1 / sqrtf((float)node.D);
   node.period = node.D + (one_in(3) ? random_int(1, 80) : 0);
-  const int64_t width = node.heads * node.period, kv_width = node.kv_heads * node.D;
-  new_value(&in[QUERY], FLOAT, 3, (int64_t[]){1, tokens, node.packed ? width + 2 * kv_width : width});
+  const int64_t width = node.heads * node.period, kv_width = node.kv_heads * (node.D + node.E);
+  new_value(&in[QUERY], FLOAT, 3, (int64_t[]){1, tokens, node.packed ? width + kv_width : width});
   fill_floats(&in[QUERY], 1);
   for (int i = KEY; i <= VALUE && !node.packed; i++) {
-    new_value(&in[i], FLOAT, 3, (int64_t[]){1, tokens, kv_width});
+    new_value(&in[i], FLOAT, 3, (int64_t[]){1, tokens, node.kv_heads * (i == KEY ? node.D : node.E)});
     fill_floats(&in[i], 1);
     node.changed[i] = ALL;
   }
   for (int i = KEY_CACHE; i <= VALUE_CACHE; i++) {
-    const int64_t columns = node.bits == 4 ? node.D / 2 : node.D;
+    const int64_t channels = i == KEY_CACHE ? node.D : node.E, columns = node.bits == 4 ? channels / 2 : channels;
     new_value(&in[i], node.cache, 4, (int64_t[]){node.blocks, node.kv_heads, node.T, columns});
     if (node.bits < 32)
       for (int64_t j = 0, count = elements_of(&in[i]); j < count; j++)
@@ -1332,9 +1333,9 @@ static Node new_attention(void) {
     node.changed[i] = ALL;
   }
   for (int i = KEY_SCALE; i <= VALUE_SCALE && node.bits < 32; i++) {
-    new_value(&in[i], FLOAT, 2, (int64_t[]){node.kv_heads, node.D});
+    new_value(&in[i], FLOAT, 2, (int64_t[]){node.kv_heads, i == KEY_SCALE ? node.D : node.E});
     const float unit = node.bits == 8 ? 1e-3f : 1e-2f;
-    for (int64_t j = 0; j < kv_width; j++) ((float*)in[i].data)[j] = (float)random_int(10, 40) * unit;
+    for (int64_t j = 0; j < elements_of(&in[i]); j++) ((float*)in[i].data)[j] = (float)random_int(10, 40) * unit;
     node.changed[i] = ALL;
   }
   node.epsilon = 0.01f;
@@ -1399,13 +1400,14 @@ static double stored(const Node* node, const Value* cache, int64_t at, int64_t i
 }
 static double cached(const Node* node, const Value* cache, int scale, int64_t head, int64_t at, int64_t i) {
   const double x = stored(node, cache, at, i);
-  return node->bits == 32 ? x : x * ((float*)node->context.inputs[scale].data)[head * node->D + i];
+  const int64_t channels = scale == KEY_SCALE ? node->D : node->E;
+  return node->bits == 32 ? x : x * ((float*)node->context.inputs[scale].data)[head * channels + i];
 }
 
 /* New entries are the rounded keys and values; all others of the pool are as they were. */
 static void check_cache(const Node* node) {
   const Value* in = node->context.inputs;
-  const int64_t D = node->D, bytes = D * node->bits / 8, kv_width = node->kv_heads * D;
+  const int64_t sizes[] = {node->D, node->E}, kv_width = node->kv_heads * (node->D + node->E);
   const int64_t entries = node->blocks * node->kv_heads * node->T;
   char* fresh = calloc(entries ? entries : 1, 1);
   for (int64_t b = 0; b < node->B; b++)
@@ -1416,36 +1418,39 @@ static void check_cache(const Node* node) {
           const int64_t token = int_of(node, OFFSETS, b) + s;
           fresh[at] = 1;
           double expected[80];
-          const int64_t width = node->heads * node->period;
-          const float* from = node->packed ? (float*)in[QUERY].data + token * (width + 2 * kv_width) + width +
-                                                 side * kv_width + head * D
-                                           : (float*)in[side ? VALUE : KEY].data + token * kv_width + head * D;
-          for (int64_t i = 0; i < D; i++) expected[i] = from[i];
+          const int64_t width = node->heads * node->period, size = sizes[side];
+          const float* from = node->packed
+                                  ? (float*)in[QUERY].data + token * (width + kv_width) + width +
+                                        side * node->kv_heads * node->D + head * size
+                                  : (float*)in[side ? VALUE : KEY].data + (token * node->kv_heads + head) * size;
+          for (int64_t i = 0; i < size; i++) expected[i] = from[i];
           if (!side) rotated(node, from, KEY_NORM, position, expected);
-          for (int64_t i = 0; i < D; i++) {
+          for (int64_t i = 0; i < size; i++) {
             double wanted = expected[i], limit = 1e-5 * (1 + fabs(wanted));
-            const double found = stored(node, &in[KEY_CACHE + side], at * D, i);
+            const double found = stored(node, &in[KEY_CACHE + side], at * size, i);
             if (node->bits < 32) {
               const double codes = ldexp(1, node->bits - 1);
-              wanted /= ((float*)in[KEY_SCALE + side].data)[head * D + i];
+              wanted /= ((float*)in[KEY_SCALE + side].data)[head * size + i];
               wanted = fmin(fmax(wanted, -codes), codes - 1), limit = 0.5 + 1e-3;
             }
             if (!(fabs(found - wanted) <= limit)) fail("CachedAttention: cache entry %g, expected %g", found, wanted);
           }
         }
   for (int64_t at = 0; at < entries; at++)
-    for (int side = 0; side < 2 && !fresh[at]; side++)
+    for (int side = 0; side < 2 && !fresh[at]; side++) {
+      const int64_t bytes = sizes[side] * node->bits / 8;
       if (memcmp((char*)(side ? &node->value_cache : &node->key_cache)->data + at * bytes,
                  (char*)in[KEY_CACHE + side].data + at * bytes, bytes))
         fail("CachedAttention: entry %d of the cache changed", (int)at);
+    }
   free(fresh);
 }
 
 static void check_attention(Node* node) {
   if (node->values == NON_FINITE) return;
   const Value *in = node->context.inputs, *out = node->context.outputs;
-  const int64_t D = node->D, group = node->heads / node->kv_heads;
-  const int64_t stride = node->heads * node->period + (node->packed ? 2 * node->kv_heads * D : 0);
+  const int64_t D = node->D, E = node->E, group = node->heads / node->kv_heads;
+  const int64_t stride = node->heads * node->period + (node->packed ? node->kv_heads * (D + E) : 0);
   /* With AVX-512 queries and weights have 16 bits where the cache has codes: a score of 80 channels moves by up to 7e-4, and
      the weights of a tile by up to 5e-4 together. */
   const double limit = node->bits < 32 && IN_DIGITS ? 1e-3 : 2e-5;
@@ -1470,19 +1475,19 @@ static void check_attention(Node* node) {
         if (sink) max = fmax(max, *sink), sum = exp(*sink - max);
         for (int64_t t = first; t <= position; t++) sum += exp(scores[t] - max);
         for (int64_t t = first; t <= position; t++) {
-          const int64_t at = entry_of(node, b, head, t) * D;
+          const int64_t at = entry_of(node, b, head, t) * E;
           const double weight = exp(scores[t] - max) / sum;
-          for (int64_t i = 0; i < D; i++) {
+          for (int64_t i = 0; i < E; i++) {
             const double value = cached(node, &in[VALUE_CACHE], VALUE_SCALE, head, at, i);
             y[i] += weight * value, largest = fmax(largest, fabs(value));
           }
         }
-        const float* found = (float*)out[0].data + (token * node->heads + h) * D;
-        for (int64_t i = 0; i < D; i++)
+        const float* found = (float*)out[0].data + (token * node->heads + h) * E;
+        for (int64_t i = 0; i < E; i++)
           if (!(fabs(found[i] - y[i]) <= limit * largest))
-            fail("CachedAttention: B %d T %d M %d D %d bits %d window %d: token %d, head %d: %.9g, expected %.9g",
-                 (int)node->B, (int)node->T, (int)node->columns, (int)D, node->bits, (int)node->window, (int)token,
-                 (int)h, found[i], y[i]);
+            fail("CachedAttention: B %d T %d M %d D %d E %d bits %d window %d: token %d, head %d: %.9g, expected %.9g",
+                 (int)node->B, (int)node->T, (int)node->columns, (int)D, (int)E, node->bits, (int)node->window,
+                 (int)token, (int)h, found[i], y[i]);
       }
 }
 

@@ -75,11 +75,14 @@ class Defect:
 
 
 DEFECTS = {
-    "the size of the value cache is not checked": Defect(
+    "the value cache is not checked": Defect(
+        "cached_attention.c", "!values->present || values->rank != 4", "0", "null pointer|SEGV|accepted"
+    ),
+    "the channels of a cache are not checked": Defect(
         "cached_attention.c",
-        "!holds(&in[VALUE_CACHE], cache->type, cache->elements)",
-        "0",
-        "heap-buffer-overflow|null pointer|accepted",
+        "return channels % LANES || channels > LARGEST_HEAD ? 0 : channels;",
+        "return channels;",
+        "heap-buffer-overflow|accepted",
     ),
     "the size of sines is not checked": Defect(
         "cached_attention.c", "!holds(sines, FLOAT, cosines->elements)", "!sines->present", "overflow|accepted"
@@ -98,7 +101,7 @@ DEFECTS = {
         "cached_attention.c", "if (end <= 0) return 0;", "", "runtime error|expected"
     ),
     "a buffer of a unit is too small": Defect(
-        "cached_attention.c", "4 * KEYS * w->D * 2 +", "4 * KEYS * w->D +", "heap-buffer-overflow"
+        "cached_attention.c", "4 * KEYS * (w->D + packed)", "4 * KEYS * w->D", "heap-buffer-overflow"
     ),
     "a query sees one key too few": Defect(
         "cached_attention.c",
@@ -141,8 +144,8 @@ DEFECTS = {
     ),
     "a prefetch goes beyond the keys": Defect(
         "cached_attention.c",
-        "bytes = (left < KEYS ? left : KEYS) * size",
-        "bytes = KEYS * size",
+        "next_keys + entries * key_size",
+        "next_keys + KEYS * key_size",
         "heap-buffer-overflow",
     ),
     "the tile after the last is prefetched": Defect(
@@ -177,8 +180,8 @@ DEFECTS = {
     ),
     "the scales of another head are those of 4-bit values": Defect(
         "cached_attention.c",
-        "w->value_scale + head * D + i",
-        "w->value_scale + (w->bits == 4 ? (head + 1) % k->kv_heads : head) * D + i",
+        "w->value_scale + head * E + i",
+        "w->value_scale + (w->bits == 4 ? (head + 1) % k->kv_heads : head) * E + i",
         "expected",
     ),
     "keys are quantized by the scales of another head": Defect(
@@ -370,9 +373,33 @@ DEFECTS = {
     ),
     "keys are normalized with the weight of queries": Defect(
         "cached_attention.c",
-        "rotate(w, w->key + token, w->key_norm",
-        "rotate(w, w->key + token, w->query_norm",
+        "rotate(w, key, w->key_norm",
+        "rotate(w, key, w->query_norm",
         "CachedAttention.*expected",
+    ),
+    "values have the stride of keys": Defect(
+        "cached_attention.c",
+        "*of_values = w->value_cache + at * value_size",
+        "*of_values = w->value_cache + at * key_size",
+        "CachedAttention.*expected|AddressSanitizer",
+    ),
+    "new values are written at the stride of keys": Defect(
+        "cached_attention.c",
+        "*to_value = w->value_cache + at * value_bytes(w)",
+        "*to_value = w->value_cache + at * key_bytes(w)",
+        "CachedAttention.*(expected|changed)|AddressSanitizer",
+    ),
+    "values of a token have the columns of its keys": Defect(
+        "cached_attention.c", "token * w->value_stride", "token * w->key_stride", "CachedAttention.*expected"
+    ),
+    "a value has the scale of a neighbouring channel": Defect(
+        "cached_attention.c",
+        "load(w->value_scale + head * E + i)",
+        "load(w->value_scale + head * w->D + i)",
+        "CachedAttention.*expected|AddressSanitizer",
+    ),
+    "the room for keys that are packed is that of values": Defect(
+        "cached_attention.c", "w->D > w->E ? w->D : w->E", "w->E", "CachedAttention.*expected|AddressSanitizer"
     ),
     "a head has the sink of another": Defect(
         "cached_attention.c",
@@ -587,8 +614,8 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
 TILE_DEFECTS = {
     "attention loads rows beyond its keys": (
         "cached_attention.c",
-        "_tile_loadd(FIRST_CODES, codes, 4 * D)",
-        "_tile_loadd(FIRST_CODES, codes, 64 * D)",
+        "_tile_loadd(FIRST_CODES, codes, 4 * E)",
+        "_tile_loadd(FIRST_CODES, codes, 64 * E)",
         "heap-buffer-overflow",
     ),
     "a linear loads rows beyond its unpacked codes": (

@@ -20,7 +20,6 @@ from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
 from tests.lowering import run
 from tests.native import own_cache
-from tests.states import attention_state
 
 Array = NDArray[np.float32]
 CONTEXT = 24
@@ -31,15 +30,16 @@ KEPT = ("float32", "int8", "int4")
 Rotary = Literal["half", "interleaved", "none"]
 
 
-def graph(rotary: Rotary = "half", head_size: int = 16) -> PortableGraph:
+def graph(rotary: Rotary = "half", head_size: int = 16, value_size: int = 16) -> PortableGraph:
     return PortableGraph(
         architecture="Test",
         layers=2,
-        state=attention_state(2, 2, head_size),
+        state=(),
         hidden_size=64,
         heads=4,
         kv_heads=2,
         head_size=head_size,
+        value_size=value_size,
         vocab_size=8,
         tied_embeddings=True,
         embedding="",
@@ -54,9 +54,10 @@ def graph(rotary: Rotary = "half", head_size: int = 16) -> PortableGraph:
 
 
 def attended(qkv: Array, keys: Array, values: Array) -> Array:
-    """One sequence's last tokens ``[S, (4+2+2)*16]`` without rotary embedding, over a cache ``[2, T, 16]``."""
+    """One sequence's last tokens ``[S, (4+2)*16 + 2*E]`` without rotary embedding, over caches ``[2, T, 16 or E]``."""
     count = len(qkv)
-    query, key, value = np.split(qkv.reshape(count, 8, 16), [4, 6], axis=1)
+    query, key, value = (part.reshape(count, heads, -1) for part, heads in
+                         zip(np.split(qkv, [4 * 16, 6 * 16], axis=1), (4, 2, 2), strict=True))  # fmt: skip
     keys, values = keys.copy(), values.copy()
     keys[:, -count:], values[:, -count:] = key.swapaxes(0, 1), value.swapaxes(0, 1)
     hidden = np.triu(np.ones((count, CONTEXT), bool), CONTEXT - count + 1)
@@ -69,17 +70,17 @@ def attended(qkv: Array, keys: Array, values: Array) -> Array:
 
 
 @pytest.mark.parametrize(("sequences", "tokens"), [(3, 1), (1, 20)])
-def test_every_copy_is_attention_over_a_cache_of_its_own(sequences: int, tokens: int) -> None:
+@pytest.mark.parametrize("value_size", [16, 48])
+def test_every_copy_is_attention_over_a_cache_of_its_own(sequences: int, tokens: int, value_size: int) -> None:
     rng = np.random.default_rng(0)
-    qkv = rng.standard_normal((sequences, tokens, 128)).astype(np.float32)
-    caches = rng.standard_normal((2, 2, sequences, 2, CONTEXT, 16)).astype(np.float32)
+    qkv = rng.standard_normal((sequences, tokens, 96 + 2 * value_size)).astype(np.float32)
     feeds = {
-        f"past_key_values.{copy}.{part}": caches[copy, number]
+        f"past_key_values.{copy}.{part}": rng.standard_normal((sequences, 2, CONTEXT, size)).astype(np.float32)
         for copy in range(2)
-        for number, part in enumerate(("key", "value"))
+        for part, size in (("key", 16), ("value", value_size))
     }
     found = run(
-        attention_model(TARGET, graph("none"), "float32", 2, CONTEXT),
+        attention_model(TARGET, graph("none", value_size=value_size), "float32", 2, CONTEXT),
         feeds
         | {
             "qkv": qkv,
@@ -90,17 +91,19 @@ def test_every_copy_is_attention_over_a_cache_of_its_own(sequences: int, tokens:
     )
     for copy in range(2):
         for sequence in range(sequences):
-            expected = attended(qkv[sequence], caches[copy, 0, sequence], caches[copy, 1, sequence])
+            pasts = (feeds[f"past_key_values.{copy}.{part}"][sequence] for part in ("key", "value"))
+            expected = attended(qkv[sequence], *pasts)
             np.testing.assert_allclose(found[f"y{copy}"][sequence], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rotary", ["half", "interleaved", "none"])
 @pytest.mark.parametrize("dtype", KEPT)
 def test_attention_is_what_the_passes_write(dtype: str, rotary: Rotary) -> None:
-    model = attention_model(TARGET, graph(rotary), dtype, 3, CONTEXT)
+    model = attention_model(TARGET, graph(rotary, value_size=48), dtype, 3, CONTEXT)
     assert {node.op_type for node in model.graph} == {"CachedAttention"}
-    shapes = {tuple(i.shape or ())[-1] for i in model.graph.inputs if (i.name or "").startswith("past_")}
-    assert shapes == {8 if dtype == "int4" else 16}
+    for part, size in (("key", 16), ("value", 48)):
+        shapes = {tuple(i.shape or ())[-1] for i in model.graph.inputs if (i.name or "").endswith(f".{part}")}
+        assert shapes == {size // 2 if dtype == "int4" else size}
 
 
 def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +118,10 @@ def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(timing, "fastest", counted)
 
     def seconds(
-        tokens: list[int], *, slots: int = 4, context: int = CONTEXT, only_kept: bool = False
+        tokens: list[int], *, slots: int = 4, context: int = CONTEXT, only_kept: bool = False, value_size: int = 16
     ) -> timing.Seconds:
         timer = OperatorTimer(TARGET, 1 << 14, threads=1, only_kept=only_kept)
-        return timer.costs(TimedAttention(graph(), KEPT, slots, context), tokens)
+        return timer.costs(TimedAttention(graph(value_size=value_size), KEPT, slots, context), tokens)
 
     assert seconds([1, 20], only_kept=True) == {dtype: {} for dtype in KEPT}
     found = seconds([1, 20])
@@ -129,6 +132,8 @@ def test_every_way_to_keep_the_cache_is_timed_once(tmp_path: Path, monkeypatch: 
     seconds([20], slots=20)
     seconds([1], context=CONTEXT // 2)
     assert asked == [3, 3, 3, 3]
+    seconds([1], value_size=48)
+    assert asked == [3, 3, 3, 3, 3]
 
 
 def test_heads_that_no_kernel_takes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ class Case:
     heads: int = 9
     kv_heads: int = 3
     head_size: int = 64
+    values: int = 0  # channels of a value; 0: as many as a key has
     bits: int = 8  # of a channel in the cache: 32 (float), 8 or 4
     packed: bool = True
     rotary: str = "half"  # half, interleaved, none
@@ -65,9 +66,14 @@ class Case:
         return self.bits < 32
 
     @property
-    def columns(self) -> int:
-        """Of a row of the cache."""
-        return self.head_size // 2 if self.bits == 4 else self.head_size
+    def value_size(self) -> int:
+        return self.values or self.head_size
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Of a row of the cache of keys, and of that of values."""
+        packed = 2 if self.bits == 4 else 1
+        return self.head_size // packed, self.value_size // packed
 
     @property
     def range(self) -> tuple[int, int]:
@@ -81,8 +87,8 @@ class Step:
 
     query: Array  # [B, S, H, D]
     key: Array  # [B, S, KV, D]
-    value: Array
-    past_key: Array  # [B, KV, T, D], or [B, KV, T, D / 2] bytes
+    value: Array  # [B, S, KV, E]
+    past_key: Array  # [B, KV, T, D], or [B, KV, T, D / 2] bytes; of values E
     past_value: Array
     last: Array
 
@@ -98,8 +104,8 @@ def constants(case: Case) -> dict[str, Array]:
     found = {"cos": np.cos(angles), "sin": np.sin(angles)} if case.rotary != "none" else {}
     if case.codes:
         least = 0.01 if case.bits == 8 else 0.1
-        shape = (1, case.kv_heads, 1, case.head_size)
-        found |= {name: rng.uniform(least, 4 * least, shape) for name in ("ks", "vs")}
+        sizes = {"ks": case.head_size, "vs": case.value_size}
+        found |= {name: rng.uniform(least, 4 * least, (1, case.kv_heads, 1, size)) for name, size in sizes.items()}
     if case.sinks:  # far below all scores, among them, and far above
         found["sinks"] = np.resize([-1e3, 0.0, 3.0, 40.0, -2.0, 1.0], case.heads)
     return {name: array.astype(np.float32) for name, array in found.items()}
@@ -108,16 +114,16 @@ def constants(case: Case) -> dict[str, Array]:
 def step_of(case: Case, tokens: int, past: list[int], seed: int = 0) -> Step:
     """Random tokens after ``past[b]`` random ones; the rest of the buffers is random too."""
     rng, rows = np.random.default_rng(seed), len(past)
-    shape = (rows, case.kv_heads, case.max_tokens, case.columns)
+    shapes = [(rows, case.kv_heads, case.max_tokens, columns) for columns in case.columns]
     if case.codes:
-        caches = [rng.integers(-128, 128, shape).astype(np.int8) for _ in range(2)]
+        caches = [rng.integers(-128, 128, shape).astype(np.int8) for shape in shapes]
         if case.bits == 4:
             caches = [cache.view(np.uint8) for cache in caches]
     else:
-        caches = [rng.standard_normal(shape).astype(np.float32) for _ in range(2)]
+        caches = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    of_heads = (case.heads, case.head_size), (case.kv_heads, case.head_size), (case.kv_heads, case.value_size)
     query, key, value = (
-        rng.standard_normal((rows, tokens, heads, case.head_size)).astype(np.float32)
-        for heads in (case.heads, case.kv_heads, case.kv_heads)
+        rng.standard_normal((rows, tokens, heads, size)).astype(np.float32) for heads, size in of_heads
     )
     return Step(query, key, value, caches[0], caches[1], np.array([n + tokens - 1 for n in past], np.int32))
 
@@ -149,24 +155,26 @@ def model(case: Case, op_type: str) -> bytes:
     outputs = ["y"] if own else ["y", "key", "value"]  # ours writes its inputs
     node = helper.make_node(op_type, [*inputs, *scales], outputs, domain=domain, **attributes)
     cache_type = {32: TensorProto.FLOAT, 8: TensorProto.INT8, 4: TensorProto.UINT8}[case.bits]
-    cache = ["blocks", case.kv_heads, "block_tokens", case.columns]
+    caches = {
+        part: ["blocks", case.kv_heads, "block_tokens", columns]
+        for part, columns in zip(("key", "value"), case.columns, strict=True)
+    }
 
     def info(name: str, kind: int, shape: list[Any]) -> onnx.ValueInfoProto:
         return helper.make_tensor_value_info(name, kind, shape)
 
-    width = case.heads * case.head_size
-    kv_width = case.kv_heads * case.head_size
-    graph_inputs = [info("q", TensorProto.FLOAT, ["rows", "tokens", width + 2 * kv_width if case.packed else width])]
-    if not case.packed:
-        graph_inputs += [info(name, TensorProto.FLOAT, ["rows", "tokens", kv_width]) for name in ("k", "v")]
-    graph_inputs += [info(name, cache_type, cache) for name in ("past_key", "past_value")]
+    widths = {"q": case.heads * case.head_size}
+    parts = {"k": case.kv_heads * case.head_size, "v": case.kv_heads * case.value_size}
+    widths = {"q": widths["q"] + sum(parts.values())} if case.packed else widths | parts
+    graph_inputs = [info(name, TensorProto.FLOAT, ["rows", "tokens", width]) for name, width in widths.items()]
+    graph_inputs += [info(f"past_{part}", cache_type, cache) for part, cache in caches.items()]
     if own:
         shapes: dict[str, list[Any]] = {"offsets": ["ends"], "starts": ["sequences"], "table": ["sequences", "columns"]}
         graph_inputs += [info(name, TensorProto.INT32, shape) for name, shape in shapes.items()]
     else:
         graph_inputs += [info("last", TensorProto.INT32, ["rows"]), info("total", TensorProto.INT32, [])]
-    graph_outputs = [info("y", TensorProto.FLOAT, ["rows", "tokens", width])]
-    graph_outputs += [info(name, cache_type, cache) for name in outputs[1:]]
+    graph_outputs = [info("y", TensorProto.FLOAT, ["rows", "tokens", case.heads * case.value_size])]
+    graph_outputs += [info(name, cache_type, caches[name]) for name in outputs[1:]]
     initializers = [numpy_helper.from_array(array, name) for name, array in found.items()]
     graph = helper.make_graph([node], "attention", graph_inputs, graph_outputs, initializers)
     opsets = [helper.make_opsetid(name, version) for name, version in (("", 21), ("com.microsoft", 1), (DOMAIN, 1))]
@@ -186,7 +194,7 @@ def session(case: Case, op_type: str) -> ort.InferenceSession:
 
 
 def run(case: Case, step: Step, op_type: str = "CachedAttention", *, paged: bool = False) -> tuple[Array, Array, Array]:
-    """``y [B, S, H, D]`` and both caches. ``paged``: they lie in blocks of a pool, in any order, while it runs."""
+    """``y [B, S, H, E]`` and both caches. ``paged``: they lie in blocks of a pool, in any order, while it runs."""
     rows, tokens = step.query.shape[:2]
     parts = [x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]) for x in (step.query, step.key, step.value)]
     feeds = {"q": np.concatenate(parts, axis=2)} if case.packed else dict(zip("qkv", parts, strict=True))
@@ -194,7 +202,7 @@ def run(case: Case, step: Step, op_type: str = "CachedAttention", *, paged: bool
         total = np.array(step.last.max() + 1, np.int32)
         feeds |= {"past_key": step.past_key, "past_value": step.past_value, "last": step.last, "total": total}
         y, key, value = (np.asarray(result) for result in session(case, op_type).run(["y", "key", "value"], feeds))
-        return y.reshape(step.query.shape), key, value
+        return y.reshape(step.query.shape), key, value  # heads of one size
     table = (Table.random if paged else Table.of_one_block_each)(rows, case.max_tokens)
     y, key, value = compute(
         case,
@@ -204,7 +212,11 @@ def run(case: Case, step: Step, op_type: str = "CachedAttention", *, paged: bool
         (table.pool(step.past_key), table.pool(step.past_value)),
         table.blocks,
     )
-    return y.reshape(step.query.shape), table.logical(key, step.past_key), table.logical(value, step.past_value)
+    return (
+        y.reshape(rows, tokens, case.heads, case.value_size),
+        table.logical(key, step.past_key),
+        table.logical(value, step.past_value),
+    )
 
 
 @dataclass(frozen=True)
@@ -263,7 +275,7 @@ def compute(
     runner = session(case, "CachedAttention")
     feeds = {name: np.array(array, order="C") for name, array in feeds.items()}
     binding = runner.io_binding()
-    y = np.zeros((*feeds["q"].shape[:2], case.heads * case.head_size), np.float32)
+    y = np.zeros((*feeds["q"].shape[:2], case.heads * case.value_size), np.float32)
     for bind, arrays in ((binding.bind_input, feeds), (binding.bind_output, {"y": y})):
         for name, array in arrays.items():
             bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
@@ -304,7 +316,7 @@ def attended(case: Case, step: Step, key: Array, value: Array) -> Array:
     """``y`` in float64 over caches ``[B, KV, T, D]`` that hold the new rows."""
     rows, tokens = step.query.shape[:2]
     scales = constants(case)
-    y = np.empty(step.query.shape)
+    y = np.empty((rows, tokens, case.heads, case.value_size))
     for b in range(rows):
         positions = step.last[b] + 1 - tokens + np.arange(tokens)
         queries, total = rotated(case, step.query[b], positions), step.last[b] + 1
@@ -360,6 +372,14 @@ SHAPES = {
     "few tokens of several rows": (3, [0, 61, 130]),
     "prompts of several rows": (40, [0, 5, 77]),
 }
+UNEVEN = {
+    "keys of 192, values of 128": Case(heads=4, kv_heads=4, head_size=192, values=128),
+    "keys of 192, values of 128, separate, sinks": Case(
+        heads=8, kv_heads=2, head_size=192, values=128, packed=False, sinks=True, window=40
+    ),
+    "keys of 16, values of 208": Case(heads=9, kv_heads=1, head_size=16, values=208),
+    "keys of 512, values of 16": Case(heads=2, kv_heads=1, head_size=512, values=16, softcap=3.0),
+}
 CASES = {
     "default": Case(),
     "float cache": Case(bits=32),
@@ -386,6 +406,7 @@ CASES = {
     "4 bits, heads of 16": Case(heads=4, kv_heads=4, head_size=16, bits=4),
     "4 bits, heads of 80": Case(heads=4, kv_heads=2, head_size=80, bits=4),
     "4 bits, group of 8, heads of 128": Case(heads=8, kv_heads=1, head_size=128, bits=4, rotary="none"),
+    **{f"{name}, {bits} bits": replace(case, bits=bits) for name, case in UNEVEN.items() for bits in (32, 8, 4)},
 }
 
 
@@ -440,7 +461,10 @@ def test_it_equals_the_stock_operator(case: Case, tokens: int, past: list[int]) 
 
 @pytest.mark.parametrize(
     "case",
-    [Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(heads=3, kv_heads=3), Case(sinks=True)],
+    [
+        *(Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(heads=3, kv_heads=3), Case(sinks=True)),
+        *(Case(head_size=96, values=64, bits=bits) for bits in (32, 8, 4)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("tokens", [1, 2, 30])
@@ -458,6 +482,7 @@ def test_a_sequence_is_the_same_to_the_bit_in_any_batch(case: Case, tokens: int)
     [
         *(Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(softcap=2.0)),
         *(Case(sinks=True), Case(sinks=True, bits=32, window=40)),
+        *(Case(head_size=48, values=80, bits=bits) for bits in (32, 8, 4)),
     ],
     ids=str,
 )
@@ -479,6 +504,7 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut(case: Case, pieces: t
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 9),
     head_size=st.sampled_from([16, 48, 64, 96]),
+    values=st.sampled_from([0, 16, 32, 80]),
     bits=st.sampled_from([32, 8, 4]),
     window=st.sampled_from([0, 1, 30, 100]),
     sinks=st.booleans(),
@@ -489,13 +515,14 @@ def test_any_shape(
     kv_heads: int,
     group: int,
     head_size: int,
+    values: int,
     bits: int,
     window: int,
     sinks: bool,
     tokens: int,
     past: list[int],
 ) -> None:
-    case = Case(kv_heads * group, kv_heads, head_size, bits=bits, window=window, sinks=sinks)
+    case = Case(kv_heads * group, kv_heads, head_size, values, bits=bits, window=window, sinks=sinks)
     step = step_of(case, tokens, past)
     check(case, step, run(case, step))
 
@@ -537,6 +564,7 @@ def test_what_lies_behind_a_sequence_is_not_read() -> None:
         [
             *(Case(), Case(bits=32), Case(bits=4), Case(window=40), Case(heads=3, kv_heads=3), Case(packed=False)),
             *(Case(sinks=True), Case(sinks=True, bits=32, window=40)),
+            *(Case(head_size=80, values=48), Case(head_size=32, values=96, bits=4, packed=False)),
         ]
     ),
 )
@@ -647,14 +675,20 @@ def test_every_run_is_checked_anew(bits: int) -> None:
     np.testing.assert_array_equal(run(case, step)[0], expected)
 
 
-@pytest.mark.parametrize("case", [CASES[name] for name in ("default", "heads of 80", "separate q, k, v", "4 bits")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(CASES[name] for name in ("default", "heads of 80", "separate q, k, v", "4 bits")),
+        CASES["keys of 192, values of 128, separate, sinks, 8 bits"],
+    ],
+)
 def test_values_that_the_scales_clip_are_counted(case: Case) -> None:
     """In whatever units: several tokens of several sequences, and one token of one."""
     for tokens, past in ((70, [0, 5, 77]), (1, [40])):
         step = step_of(case, tokens, past)
         counted = clippings(library())
         run(case, step)
-        found, codes = counted().kv, np.rint(np.stack(written(case, step)))
+        found, codes = counted().kv, np.rint(np.concatenate(written(case, step), axis=-1))
         clipped = int(((codes < case.range[0]) | (codes > case.range[1])).sum())
         assert found.stored == codes.size
         assert clipped > 0.01 * codes.size and abs(found.clipped - clipped) <= 3  # float's rounding beside a half

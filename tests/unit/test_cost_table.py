@@ -34,19 +34,24 @@ def graph(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ar
     return llama_graph(tiny_checkpoint, tmp_path_factory.mktemp("graph") / "graph")
 
 
-@given(slots=st.integers(1, 32), context=st.integers(1, 4096), settings=st.sampled_from(CACHE_CANDIDATES))
+@given(
+    slots=st.integers(1, 32),
+    context=st.integers(1, 4096),
+    settings=st.sampled_from(CACHE_CANDIDATES),
+    value_size=st.sampled_from([8, 16, 48]),
+)
 def test_bytes_of_a_cache_are_those_of_its_buffers_and_scales(
-    graph: Artifact[PortableGraph], slots: int, context: int, settings: KVCache
+    graph: Artifact[PortableGraph], slots: int, context: int, settings: KVCache, value_size: int
 ) -> None:
-    record = graph.record
-    layer = attention(0, record.kv_heads, record.head_size, settings.dtype)
-    buffer, _ = (
+    record = graph.record.model_copy(update={"value_size": value_size})
+    layer = attention(0, record.kv_heads, record.head_size, settings.dtype, value_size)
+    buffers = sum(
         math.prod(shape) * (4 if element == "float32" else 1)
         for _, shape, element in paged_buffers([layer], slots, context)
     )
-    scales = 0 if settings.dtype == "float32" else 4 * record.kv_heads * record.head_size
+    scales = 0 if settings.dtype == "float32" else 4 * record.kv_heads * (record.head_size + value_size)
     found = CostTable("ort-cpu", 1, slots, context, {}, {}, {}).cache(record, settings)
-    assert found.bytes == 2 * record.layers * (buffer + scales) and not found.seconds
+    assert found.bytes == record.layers * (buffers + scales) and not found.seconds
 
 
 @given(slots=st.integers(1, 32), settings=st.sampled_from(CACHE_CANDIDATES))

@@ -181,6 +181,7 @@ def make_inputs(folder: Path, *, tied: bool) -> tuple[Artifact[PortableGraph], A
             heads=HEADS,
             kv_heads=KV_HEADS,
             head_size=HEAD,
+            value_size=HEAD,
             vocab_size=VOCAB,
             tied_embeddings=tied,
             embedding=embedding,

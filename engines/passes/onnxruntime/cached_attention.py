@@ -11,10 +11,10 @@ grid as much finer.
 
 The graph inputs change: the tokens of all sequences are packed one after the other, those of sequence b from
 ``offsets[b]`` to ``offsets[b + 1] - 1``, at positions from ``starts[b]``; ``block_table [B, M]`` says in which blocks
-of the caches ``[blocks, KV, block_tokens, D]`` a sequence lies. All three are int32, and replace the padding mask. The
-caches are written in place: the graph has no outputs for them. The 60 outputs of the default model made a decode step
-0.3 to 1.2 % longer. The output of a token is the same to the bit however a prompt was cut and whatever else is in the
-step.
+of the caches ``[blocks, KV, block_tokens, channels]`` a sequence lies; values may have other channels than keys. All
+three are int32, and replace the padding mask. The caches are written in place: the graph has no outputs for them. The
+60 outputs of the default model made a decode step 0.3 to 1.2 % longer. The output of a token is the same to the bit
+however a prompt was cut and whatever else is in the step.
 
 A quantized cache has its scales per channel as an input. Codes of 8 bits are int8 or E4M3. Codes of 4 bits are packed
 two per byte of uint8, so blocks have half as many columns: channel 2i in the low half of byte i, channel 2i + 1 in
@@ -64,7 +64,9 @@ def run(lowering: Lowering) -> PassResult:
         return PassResult(0, ("no attention in the graph",))
     dtype = lowering.kv_dtype if lowering.kv_scales else FLOAT_CACHES[lowering.float_type].numpy().name
     for node in nodes:
-        _require_kernel(lowering, layer_of_node(node), dtype, AttentionNode.of(node).head_size)
+        fixed = AttentionNode.of(node)
+        for size in (fixed.head_size, fixed.value_size):
+            _require_kernel(lowering, layer_of_node(node), dtype, size)
     where = step_inputs(model, OFFSETS, STARTS, BLOCK_TABLE)
     notes: list[str] = []
     for node in nodes:
@@ -94,7 +96,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
     assert query is not None and key is not None and value is not None
     assert past_key is not None and past_value is not None
     fixed = AttentionNode.of(node)
-    heads, kv_heads, head_size = fixed.heads, fixed.kv_heads, fixed.head_size
+    heads, kv_heads, head_size, value_size = fixed.heads, fixed.kv_heads, fixed.head_size, fixed.value_size
 
     cos = sin = None
     note = "no rotary node right before it; what turns its queries and keys, if anything, stays in the graph"
@@ -128,7 +130,7 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
     flat = [
         between or _flatten(model, *sources[0], heads * head_size, created),
         _flatten(model, *sources[1], kv_heads * head_size, created),
-        _flatten(model, value, False, kv_heads * head_size, created),
+        _flatten(model, value, False, kv_heads * value_size, created),
     ]
     notes = [found for found in (note, norm_note) if found]
     packed = _packed(flat)
@@ -149,25 +151,26 @@ def _lower(lowering: Lowering, layer: int, node: ir.Node, where: Sequence[ir.Val
         attributes["softcap"] = fixed.softcap
     if fixed.window:
         attributes["local_window_size"] = fixed.window
-    element, columns = FLOAT_CACHES[lowering.float_type], head_size
+    element, packed_codes = FLOAT_CACHES[lowering.float_type], 1
     if lowering.kv_scales:
-        for part in ("k_scale", "v_scale"):
+        for part, size in (("k_scale", head_size), ("v_scale", value_size)):
             name = f"layers.{layer}.{part}"
-            scale = lowering.kv_scales[name].reshape(1, kv_heads, 1, head_size).astype(np.float32)
+            scale = lowering.kv_scales[name].reshape(1, kv_heads, 1, size).astype(np.float32)
             scale /= np.float32(key_factor if part == "k_scale" else 1)
             inputs.append(constant(model, name, np.ascontiguousarray(scale)))
-        element, columns = CODES[lowering.kv_dtype], head_size // (2 if lowering.kv_dtype == "int4" else 1)
+        element, packed_codes = CODES[lowering.kv_dtype], 2 if lowering.kv_dtype == "int4" else 1
     if norms:
         inputs += [*[None] * (BEFORE_NORMS - len(inputs)), *(norm.weight for norm in norms)]
         attributes["epsilon"] = norms[0].epsilon
     if sinks:
         inputs += [*[None] * (BEFORE_SINKS - len(inputs)), *sinks]
-    for past in (past_key, past_value):
-        past.shape, past.type = ir.Shape(["blocks", kv_heads, "block_tokens", columns]), ir.TensorType(element)
+    for past, size in ((past_key, head_size), (past_value, value_size)):
+        past.shape = ir.Shape(["blocks", kv_heads, "block_tokens", size // packed_codes])
+        past.type = ir.TensorType(element)
     output = new_value(f"layers.{layer}.attention")
     created.append(ir.node("CachedAttention", inputs, attributes=attributes, domain=DOMAIN, outputs=[output]))
     model.graph.insert_before(node, created)
-    _unflatten(model, node, output, heads, head_size)
+    _unflatten(model, node, output, heads, value_size)
     for present in node.outputs[1:]:
         model.graph.outputs.remove(present)
     remove_dead(model, [node])
@@ -296,23 +299,23 @@ def _is_part_of_linear(value: ir.Value) -> bool:
     return product is not None and is_linear(product.producer())
 
 
-def _unflatten(model: ir.Model, node: ir.Node, flat: ir.Value, heads: int, head_size: int) -> None:
-    """Hand ``[B, S, H·D]`` to the consumers of the node's ``[B, H, S, D]`` output."""
+def _unflatten(model: ir.Model, node: ir.Node, flat: ir.Value, heads: int, size: int) -> None:
+    """Hand ``[B, S, H·E]`` to the consumers of the node's ``[B, H, S, E]`` output. ``size``: E, of a value."""
     transpose = only_use(node.outputs[0])
     assert transpose is not None and transpose.op_type == "Transpose"
-    rows = transpose.outputs[0]  # [B, S, H, D]
+    rows = transpose.outputs[0]  # [B, S, H, E]
     reshape = only_use(rows)
     if reshape is not None and reshape.op_type == "Reshape":
         shape = reshape.outputs[0].shape
-        if shape is not None and len(shape) == 3 and shape[2] == heads * head_size:
+        if shape is not None and len(shape) == 3 and shape[2] == heads * size:
             flat.shape, flat.type = shape, reshape.outputs[0].type
             ir.convenience.replace_all_uses_with(reshape.outputs[0], flat)
             remove_dead(model, [reshape])
             return
     flat.type = rows.type
     if rows.shape is not None:
-        flat.shape = ir.Shape([*rows.shape[:2], heads * head_size])
-    target = sizes(model, 0, 0, heads, head_size)
+        flat.shape = ir.Shape([*rows.shape[:2], heads * size])
+    target = sizes(model, 0, 0, heads, size)
     restored = ir.node("Reshape", [flat, target], outputs=[new_value(f"{flat.name}.heads", rows)])
     model.graph.insert_after(transpose, restored)
     ir.convenience.replace_all_uses_with(rows, restored.outputs[0])

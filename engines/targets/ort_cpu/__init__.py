@@ -47,6 +47,7 @@ class OrtCpu(GraphTarget):
         parity_probe=True,
         int8_activations=True,
         timed=True,
+        uneven_heads=True,
     )
 
     @property

@@ -28,23 +28,28 @@ NAME_WITH_SINKS = "AttentionWithSinks"  # a function of ONNX cannot leave an inp
 class AttentionNode:
     """What a node of a portable graph fixes. ``softcap`` 0: none. ``window``: positions a query sees; 0: all.
 
+    ``head_size``: channels of a query and a key; a value has ``value_size``.
+
     The caches of keys and of values are its last two inputs.
     """
 
     heads: int
     kv_heads: int
     head_size: int
+    value_size: int
     scale: float
     softcap: float
     window: int
 
     @classmethod
     def of(cls, node: ir.Node) -> AttentionNode:
-        shapes = [node.inputs[number] for number in (0, -2)]  # queries, and the cache of keys
-        (_, heads, _, size), (_, kv_heads, *_) = (list(v.shape or ()) for v in shapes if v is not None)
-        assert isinstance(heads, int) and isinstance(size, int) and isinstance(kv_heads, int)
+        shapes = [node.inputs[number] for number in (0, -1)]  # queries, and the cache of values
+        (_, heads, _, size), (_, kv_heads, _, values) = (list(v.shape or ()) for v in shapes if v is not None)
+        assert (
+            isinstance(heads, int) and isinstance(size, int) and isinstance(kv_heads, int) and isinstance(values, int)
+        )
         scale, softcap = (node.attributes[name].as_float() for name in ("scale", "softcap"))
-        return cls(heads, kv_heads, size, scale, softcap, node.attributes["window"].as_int())
+        return cls(heads, kv_heads, size, values, scale, softcap, node.attributes["window"].as_int())
 
     @classmethod
     def all(cls, nodes: Iterable[ir.Node]) -> list[AttentionNode]:
@@ -66,9 +71,9 @@ class Attention(Operator):
 
     def state(self, node: ir.Node, layer: int, dtype: str) -> Paged:
         found = AttentionNode.of(node)
-        shape = found.kv_heads, found.head_size
-        tensors = tuple(StateTensor(name=name, shape=shape, dtype=dtype) for name in ("key", "value"))
-        return Paged(layer=layer, tensors=tensors, window=found.window)
+        sizes = {"key": found.head_size, "value": found.value_size}
+        tensors = (StateTensor(name=name, shape=(found.kv_heads, size), dtype=dtype) for name, size in sizes.items())
+        return Paged(layer=layer, tensors=tuple(tensors), window=found.window)
 
     def scale(self, node: ir.Node, name: str, seen: NDArray[np.float32], tokens: int) -> float:
         """Scores of about one, and values as large as the model's own after so many are averaged.

@@ -1,7 +1,8 @@
 """``tapeout::Attention`` and ``AttentionWithSinks``: what attention is exported as, defined by standard-opset bodies.
 
-Inputs: query ``[B, H, S, D]``, key and value ``[B, Hkv, S, D]`` (rotary already applied), attention_mask ``[B, P+S]``
-(int64, 0 hides a position), past key and value ``[B, Hkv, P, D]``. Outputs: ``[B, H, S, D]`` and the grown cache.
+Inputs: query ``[B, H, S, D]`` and key ``[B, Hkv, S, D]`` (rotary already applied), value ``[B, Hkv, S, E]``,
+attention_mask ``[B, P+S]`` (int64, 0 hides a position), past key and value ``[B, Hkv, P, D]`` and ``[B, Hkv, P, E]``.
+Outputs: ``[B, H, S, E]`` and the grown cache.
 Attributes: ``scale``; ``softcap`` (0: none); ``window`` (0: none; else a query sees itself and window-1 before it).
 Causality is by index: query s has position P+s.
 
@@ -68,10 +69,13 @@ AttentionWithSinks <scale, softcap, window> (query, key, value, attention_mask, 
     kv_heads = Shape <start: int = 1, end: int = 2> (key)
     single = Constant <value_ints: ints = [1]> ()
     channels = Shape <start: int = 3, end: int = 4> (key)
-    column_shape = Concat <axis: int = 0> (batch, kv_heads, single, channels)
-    column = ConstantOfShape (column_shape)
-    keys = Concat <axis: int = 2> (present_key, column)
-    values = Concat <axis: int = 2> (present_value, column)
+    value_channels = Shape <start: int = 3, end: int = 4> (value)
+    key_shape = Concat <axis: int = 0> (batch, kv_heads, single, channels)
+    value_shape = Concat <axis: int = 0> (batch, kv_heads, single, value_channels)
+    no_key = ConstantOfShape (key_shape)
+    no_value = ConstantOfShape (value_shape)
+    keys = Concat <axis: int = 2> (present_key, no_key)
+    values = Concat <axis: int = 2> (present_value, no_value)
     no_score = Constant <value_float: float = 0.0> ()
     hidden_score = Constant <value_float: float = -3.0e38> ()
     heads = Shape <start: int = 1, end: int = 2> (query)

@@ -72,7 +72,7 @@ class _TracedAttention:
         s_aux: torch.Tensor | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """transformers' attention interface: ``query [B, heads, S, head]`` in, ``[B, S, heads, head]`` out."""
+        """transformers' attention interface: ``query [B, heads, S, D]`` in, ``[B, S, heads, E]`` of values out."""
         call, head_size = self.tracer.calls, query.shape[3]
         name = f"attention {call} ({type(module).__name__})"
         _refuse_unknown(name, options)
@@ -81,12 +81,6 @@ class _TracedAttention:
                 f"{name} has sinks and a soft cap",
                 expected="attention with one of them at most",
                 remedy="choose another decoder",
-            )
-        if value.shape[3] != head_size:
-            raise ExportError(
-                f"attention {call} has keys of size {head_size} and values of size {value.shape[3]}",
-                expected="keys and values of one size",
-                remedy="choose a dense decoder with standard or grouped-query attention",
             )
         if not self.tracer.emits:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -102,12 +96,12 @@ class _TracedAttention:
                 expected="one attention in a layer",
                 remedy="choose another decoder; differential attention is not supported",
             )
-        shape = int(key.shape[1]), 0, int(head_size)
-        kept = [TracedState(part, shape, grows=2) for part in ("key", "value")]
+        parts = {"key": key, "value": value}
+        kept = [TracedState(part, (int(x.shape[1]), 0, int(x.shape[3])), grows=2) for part, x in parts.items()]
         inputs = [query, key, value, *([self.tracer.mask] if self.tracer.emits else [])]
         operator = attention.OPERATOR if s_aux is None else attention.WITH_SINKS
         inputs += [] if s_aux is None else [s_aux]
-        output = self.tracer.node(operator, inputs, attributes, kept, query.shape[2])
+        output = self.tracer.node(operator, inputs, attributes, kept, query.shape[2], value.shape[3])
         return output.transpose(1, 2).contiguous(), None  # as transformers' own functions give it
 
     def _window_of(self, mask: torch.Tensor | None, name: str, causal: bool) -> int:

@@ -32,8 +32,10 @@ pytestmark = pytest.mark.usefixtures("level")
 
 
 def scales_of(layout: Layout, scale: float = 0.02) -> dict[str, Array]:
-    shape = (layout.kv_heads, layout.head_size)
-    return {f"layers.0.{part}_scale": np.full(shape, scale, np.float32) for part in "kv"}
+    return {
+        f"layers.0.{part[0]}_scale": np.full((layout.kv_heads, size), scale, np.float32)
+        for part, size in layout.sizes.items()
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -126,22 +128,29 @@ def test_tables_that_are_not_constant_leave_the_rotary_nodes_where_they_are() ->
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("layout", [Layout(rotary="none"), Layout(rotary="none", softcap=2.0, window=4)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(Layout(rotary="none"), Layout(rotary="none", softcap=2.0, window=4)),
+        *(Layout(rotary="none", head_size=48, values=32), Layout(rotary="none", values=32, window=4)),
+    ],
+    ids=str,
+)
 def test_a_cache_of_codes_is_attention_over_keys_and_values_on_their_grid(layout: Layout, bits: int) -> None:
     """Per channel, with scales so small that the largest values clip, so that clipping is compared too."""
     model = graph(layout)
     rows = sequences(layout, 2)
     scales = {
-        f"layers.0.{part}_scale": RNG.uniform(0.005, 0.03, (layout.kv_heads, layout.head_size)).astype(np.float32)
+        f"layers.0.{part[0]}_scale": RNG.uniform(0.005, 0.03, (layout.kv_heads, size)).astype(np.float32)
         * 2 ** (8 - bits)
-        for part in ("k", "v")
+        for part, size in layout.sizes.items()
     }
 
     def on_grid(name: str, array: Array) -> Array:
         if name == "q":
             return array
         scale = scales[f"layers.0.{name}_scale"]
-        by_head = array.reshape(MAX_TOKENS, layout.kv_heads, layout.head_size).transpose(1, 0, 2)
+        by_head = array.reshape(MAX_TOKENS, layout.kv_heads, -1).transpose(1, 0, 2)
         back: Array = dequantize(quantize(by_head, scale, f"int{bits}"), scale, f"int{bits}")
         return np.ascontiguousarray(back.transpose(1, 0, 2)).reshape(MAX_TOKENS, -1)
 
@@ -160,14 +169,16 @@ def test_a_cache_of_codes_is_attention_over_keys_and_values_on_their_grid(layout
     for part, name in (("k", "key"), ("v", "value")):
         stored = blocks.past[f"past_key_values.0.{name}"][0, :, :7]
         codes = stored if bits == 8 else unpacked(stored)
-        by_head = rows[0][part].reshape(MAX_TOKENS, layout.kv_heads, layout.head_size).transpose(1, 0, 2)[:, :7]
+        by_head = rows[0][part].reshape(MAX_TOKENS, layout.kv_heads, -1).transpose(1, 0, 2)[:, :7]
         np.testing.assert_array_equal(codes, quantize(by_head, scales[f"layers.0.{part}_scale"], f"int{bits}"))
         assert codes.min() == -(2 ** (bits - 1)) and codes.max() == 2 ** (bits - 1) - 1
     assert np.abs(expected[0] - plain[0]).max() > 0.1  # the grid is coarse enough to be told from none
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("layout", [Layout(), Layout(window=3), Layout(rotary="interleaved", softcap=2.0)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(window=3), Layout(rotary="interleaved", softcap=2.0), Layout(values=48)], ids=str
+)
 def test_tokens_at_once_and_one_by_one_write_the_same_codes(layout: Layout, bits: int) -> None:
     model = graph(layout)
     (row,) = sequences(layout, 1)
@@ -182,19 +193,22 @@ def test_tokens_at_once_and_one_by_one_write_the_same_codes(layout: Layout, bits
 
 
 @pytest.mark.parametrize(
-    ("kv_bits", "element", "columns"),
-    [(0, ir.DataType.FLOAT, 16), (8, ir.DataType.INT8, 16), (4, ir.DataType.UINT8, 8)],
+    ("kv_bits", "element", "packed"),
+    [(0, ir.DataType.FLOAT, 1), (8, ir.DataType.INT8, 1), (4, ir.DataType.UINT8, 2)],
 )
-def test_the_graph_takes_blocks_and_has_no_output_for_them(kv_bits: int, element: ir.DataType, columns: int) -> None:
-    layout = Layout()
+@pytest.mark.parametrize("layout", [Layout(), Layout(values=48)], ids=str)
+def test_the_graph_takes_blocks_and_has_no_output_for_them(
+    layout: Layout, kv_bits: int, element: ir.DataType, packed: int
+) -> None:
     model = graph(layout)
     lower(layout, model, scales_of(layout) if kv_bits else None, kv_bits=kv_bits)
     inputs = {value.name: value for value in model.graph.inputs}
     assert "attention_mask" not in inputs and {OFFSETS, STARTS, BLOCK_TABLE} <= inputs.keys()
     assert [value.name for value in model.graph.outputs] == ["y"]
-    for part in ("key", "value"):
+    for part, size in layout.sizes.items():
         cache = inputs[f"past_key_values.0.{part}"]
-        assert cache.shape == ir.Shape(["blocks", layout.kv_heads, "block_tokens", columns]) and cache.dtype == element
+        assert cache.shape == ir.Shape(["blocks", layout.kv_heads, "block_tokens", size // packed])
+        assert cache.dtype == element
     assert model.opset_imports[DOMAIN] == 1 and not model.functions
 
 
@@ -203,10 +217,11 @@ def test_the_graph_takes_blocks_and_has_no_output_for_them(kv_bits: int, element
     ("head_size", "reason"),
     [(15, "heads of 15 channels"), (24, "heads of 24 channels"), (528, "heads of 528 channels")],
 )
+@pytest.mark.parametrize("of_values", [False, True])
 def test_heads_that_no_kernel_takes_are_refused_and_the_graph_is_left(
-    head_size: int, reason: str, kv_bits: int
+    head_size: int, reason: str, kv_bits: int, of_values: bool
 ) -> None:
-    layout = Layout(head_size=head_size, rotary="none")
+    layout = Layout(values=head_size) if of_values else Layout(head_size=head_size, rotary="none")
     refused(layout, f"no attention for layer 0: {reason}, where kernels take multiples of 16 up to 512", kv_bits)
 
 

@@ -19,7 +19,7 @@ from tests.family_engines import largest_errors
 from tests.lowering import FixedWeights
 
 FAMILY = "deepseek_v3-dense"
-SIZES = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32}
+SIZES = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8}
 
 
 def lowered(name: str, change: Callable[[ir.Node], None] = lambda _: None) -> tuple[ir.Model, PassResult]:
@@ -34,7 +34,9 @@ def lowered(name: str, change: Callable[[ir.Node], None] = lambda _: None) -> tu
     return found.model, latent_keys.run(found)
 
 
-@pytest.mark.parametrize("name", [FAMILY, "deepseek_v2", "minicpm3", "youtu"])
+@pytest.mark.parametrize(
+    "name", [FAMILY, "deepseek_v2", "minicpm3", "youtu", "minicpm3-uneven-heads", "deepseek_v2-published-heads"]
+)
 def test_each_linear_is_split_once_and_keys_are_joined_once(name: str) -> None:
     model, outcome = lowered(name)
     assert (outcome.matched, outcome.declined) == (LAYERS, ())
@@ -60,10 +62,10 @@ def joined(node: ir.Node) -> ir.Node:
 
 
 @pytest.mark.parametrize("name", [FAMILY, "deepseek_v2"])
-@pytest.mark.parametrize("rank", [0, 24])
-def test_an_engine_computes_what_transformers_computes(name: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "values"), [(0, 32), (24, 32), (0, 16), (24, 48)])
+def test_an_engine_computes_what_transformers_computes(name: str, rank: int, values: int, tmp_path: Path) -> None:
     """Without a latent of queries, as in DeepSeek-V2-Lite, and with one; most channels are not turned."""
-    settings = {**SIZES, "q_lora_rank": rank or None}
+    settings = {**SIZES, "q_lora_rank": rank or None, "v_head_dim": values}
     graph = family_graph(name, **settings)  # type: ignore[arg-type]
     errors = largest_errors(build_float(graph, tmp_path / "bundle", 4), random_model(name, **settings), name)
     assert max(errors.values()) < 1e-5, errors
@@ -79,6 +81,26 @@ def test_keys_that_are_changed_after_they_are_put_together_stay() -> None:
         node.replace_input_with(1, changed.outputs[0])
 
     assert lowered(FAMILY, negate)[1].matched == 0
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_onnx_runtime_does_not_compute_stays(place: int) -> None:
+    """Numbers are moved as for one sequence of seven tokens, which those that are sent through are not."""
+
+    def only_so_many(node: ir.Node) -> None:
+        value = node.inputs[place]
+        assert value is not None and value.shape is not None and node.graph is not None
+        _, heads, _, channels = value.shape
+        shape = ir.Value(name=f"{value.name}.fixed", const_value=ir.tensor([1, heads, 7, channels]))
+        node.graph.register_initializer(shape)
+        changed = ir.node("Reshape", [value, shape])
+        changed.outputs[0].type, changed.outputs[0].shape = value.type, value.shape
+        node.graph.insert_before(node, changed)
+        node.replace_input_with(place, changed.outputs[0])
+
+    model, outcome = lowered(FAMILY, only_so_many)
+    assert outcome.matched == 0 and all("not copied from linears alone" in reason for reason in outcome.declined)
+    assert sum(node.op_type == "Reshape" and node.outputs[0].uses()[0].idx == place for node in model.graph) >= LAYERS
 
 
 def test_values_that_are_moved_to_other_tokens_stay() -> None:

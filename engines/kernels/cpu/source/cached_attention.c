@@ -1,15 +1,16 @@
 /* CachedAttention: RoPE, the new entries of the KV cache, and attention over the cache, in one operator.
 
-     query [.., .., H*P] float, key and value [.., .., KV*D] float; or all in one, [.., .., H*P + 2*KV*D]. A head's query is
-       the first D of `query_period` P columns, which are D unless they are given: what follows it, such as a gate, is no
-       concern of this operator
-     caches of keys and of values [blocks, KV, T, D]: inputs that are written in place. Float, or with scales [KV, D]
-       int8, or int4: uint8 [blocks, KV, T, D / 2], channel 2i in the low half of byte i, 2i + 1 in the high half, each + 8
+     query [.., .., H*P] float, key [.., .., KV*D] and value [.., .., KV*E] float; or all in one, [.., .., H*P + KV*(D + E)].
+       A head's query is the first D of `query_period` P columns, which are D unless they are given: what follows it, such as
+       a gate, is no concern of this operator
+     caches of keys [blocks, KV, T, D] and of values [blocks, KV, T, E]: inputs that are written in place. Float, or with
+       scales [KV, D] and [KV, E] int8, or int4: uint8 of half as many columns, channel 2i in the low half of byte i, 2i + 1 in
+       the high half, each + 8
      offsets [B + 1] int32, starts [B] int32, block table [B, M] int32; cosines and sines [.., R / 2] of RoPE, which turns
        the first R channels of a head
      weights [D] of an RMSNorm of each head of queries and of keys, before RoPE; or none
      sinks [H]: in each softmax of a head one more score, without a value; or none
-     y [.., .., H*D] float
+     y [.., .., H*E] float
 
    The tokens of all sequences are packed one after the other: those of sequence b are offsets[b] to offsets[b + 1] - 1,
    at positions from starts[b]. Position p of sequence b is token p % T of block table[b][p / T]. A token sees the keys of
@@ -27,8 +28,8 @@
    the same integers where a unit has several queries, as of a prompt, so the bits are the same. Without AVX-512 codes are
    converted to floats, a tile at a time: digits took twice as long for prompts.
 
-   Names: H query heads, KV key heads, D channels of a head, T tokens of a block, M columns of the block table. A query of
-   a unit is one token of one query head, in the order of tokens. */
+   Names: H query heads, KV key heads, D channels of a query and a key, E of a value, T tokens of a block, M columns of the
+   block table. A query of a unit is one token of one query head, in the order of tokens. */
 #include "amx.h"
 #include "memory.h"
 #include "ort.h"
@@ -79,12 +80,12 @@ typedef struct {
 
 typedef struct {
   const Kernel* kernel;
-  int64_t B, D, T, M, blocks, group;
-  int64_t half;                     /* of the channels that RoPE turns */
-  int bits;                         /* of a channel in the cache: 32 (float), 8 or 4 */
-  const float *query, *key, *value; /* of the first token */
-  int64_t query_stride, key_stride; /* from a token to the next */
-  int64_t period;                   /* of queries, from a head to the next */
+  int64_t B, D, E, T, M, blocks, group;
+  int64_t half;                                   /* of the channels that RoPE turns */
+  int bits;                                       /* of a channel in the cache: 32 (float), 8 or 4 */
+  const float *query, *key, *value;               /* of the first token */
+  int64_t query_stride, key_stride, value_stride; /* from a token to the next */
+  int64_t period;                                 /* of queries, from a head to the next */
   char *key_cache, *value_cache;
   const int32_t *offsets, *starts, *table;
   const float *cosines, *sines, *key_scale, *value_scale, *query_norm, *key_norm, *sinks;
@@ -102,9 +103,9 @@ typedef struct {
   float* scales;        /* [count] from a dot product to a score in powers of two */
   float* max;           /* [count] largest score so far */
   float* sums;          /* [count, LANES] of weights */
-  float* outputs;       /* [count, D] sums of values times weights */
+  float* outputs;       /* [count, E] sums of values times weights */
   char* keys;           /* [D, KEYS] float or [D / 4, KEYS] words of four codes: a transposed tile */
-  char* values;         /* [KEYS, D] float or [KEYS / 4, D] words of four keys' codes: a tile of a cache of codes */
+  char* values;         /* [KEYS, E] float or [KEYS / 4, E] words of four keys' codes: a tile of a cache of codes */
   int in_tiles;         /* whether matmuls of codes are those of AMX */
   Ahead next_keys, next_values; /* prefetched while a tile is computed */
 } Unit;
@@ -169,9 +170,12 @@ static int has_codes(const Work* w) {
   return w->bits < 32;
 }
 
-/* The bytes of one token's keys, or values, of one head. */
-static int64_t entry_bytes(const Work* w) {
+/* The bytes of one token's key of one head, and of its value. */
+static int64_t key_bytes(const Work* w) {
   return w->D * w->bits / 8;
+}
+static int64_t value_bytes(const Work* w) {
+  return w->E * w->bits / 8;
 }
 
 /* The new tokens of a sequence. */
@@ -184,10 +188,10 @@ static int64_t units_of(const Work* w, int64_t b) {
   return (count_of(w, b) + w->unit_tokens - 1) / w->unit_tokens;
 }
 
-/* The bytes of a cache before the entry of one KV head at a position of a sequence. */
+/* The entries of a cache before that of one KV head at a position of a sequence. */
 static int64_t entry(const Work* w, int64_t b, int64_t head, int64_t position) {
   const int64_t block = w->table[b * w->M + position / w->T];
-  return ((block * w->kernel->kv_heads + head) * w->T + position % w->T) * entry_bytes(w);
+  return (block * w->kernel->kv_heads + head) * w->T + position % w->T;
 }
 
 /* Keys and values that this process wrote to caches of codes, and how many of them lay beyond what the scale reaches. */
@@ -214,23 +218,25 @@ static int64_t quantize(const float* from, const float* scale, int64_t count, in
 
 /* Writes the new tokens of a sequence to the cache of one KV head. */
 static void update_cache(const Work* w, int64_t b, int64_t head) {
-  const int64_t D = w->D, count = count_of(w, b), first = w->starts[b];
+  const int64_t D = w->D, E = w->E, count = count_of(w, b), first = w->starts[b];
   float rotated[LARGEST_HEAD];
   int64_t clipped = 0;
   for (int64_t s = 0; s < count; s++) {
-    const int64_t token = (w->offsets[b] + s) * w->key_stride + head * D, at = entry(w, b, head, first + s);
-    char *to_key = w->key_cache + at, *to_value = w->value_cache + at;
+    const int64_t token = w->offsets[b] + s, at = entry(w, b, head, first + s);
+    const float* key = w->key + token * w->key_stride + head * D;
+    const float* value = w->value + token * w->value_stride + head * E;
+    char *to_key = w->key_cache + at * key_bytes(w), *to_value = w->value_cache + at * value_bytes(w);
     if (has_codes(w)) {
-      rotate(w, w->key + token, w->key_norm, first + s, rotated);
+      rotate(w, key, w->key_norm, first + s, rotated);
       clipped += quantize(rotated, w->key_scale + head * D, D, w->bits, to_key);
-      clipped += quantize(w->value + token, w->value_scale + head * D, D, w->bits, to_value);
+      clipped += quantize(value, w->value_scale + head * E, E, w->bits, to_value);
     } else {
-      rotate(w, w->key + token, w->key_norm, first + s, (float*)to_key);
-      memcpy(to_value, w->value + token, D * sizeof(float));
+      rotate(w, key, w->key_norm, first + s, (float*)to_key);
+      memcpy(to_value, value, E * sizeof(float));
     }
   }
   if (has_codes(w)) {
-    atomic_fetch_add_explicit(&stored_values, 2 * D * count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&stored_values, (D + E) * count, memory_order_relaxed);
     if (clipped) atomic_fetch_add_explicit(&clipped_values, clipped, memory_order_relaxed);
   }
 }
@@ -315,7 +321,7 @@ INLINE void accumulate(const F32x16* sums, float old_scale, float new_scale, flo
 
 /* Adds `count` values times weights to the outputs of `queries` queries, for `vectors` of their channels, which are
    constants where these are inlined. */
-INLINE void add_floats(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS],
+INLINE void add_floats(const char* values, int64_t count, int64_t E, const char (*weights)[4 * KEYS],
                        const float* old_scale, const float* new_scale, float* outputs, const int queries,
                        const int vectors) {
   F32x16 sum[GROUP][VECTORS];
@@ -323,13 +329,13 @@ INLINE void add_floats(const char* values, int64_t count, int64_t D, const char 
     EACH (int v = 0; v < vectors; v++) sum[q][v] = (F32x16){0};
   for (int64_t key = 0; key < count; key++) {
     F32x16 value[VECTORS];
-    EACH (int v = 0; v < vectors; v++) value[v] = load(values + 4 * (key * D + v * LANES));
+    EACH (int v = 0; v < vectors; v++) value[v] = load(values + 4 * (key * E + v * LANES));
     EACH (int q = 0; q < queries; q++) {
       F32x16 weight = splat_from(weights[q] + 4 * key);
       EACH (int v = 0; v < vectors; v++) sum[q][v] = vfma(weight, value[v], sum[q][v]);
     }
   }
-  EACH (int q = 0; q < queries; q++) accumulate(sum[q], old_scale[q], new_scale[q], outputs + q * D, vectors);
+  EACH (int q = 0; q < queries; q++) accumulate(sum[q], old_scale[q], new_scale[q], outputs + q * E, vectors);
 }
 
 /* The same for any number of queries up to GROUP, and all channels. */
@@ -338,17 +344,17 @@ static void dot_float_group(const Unit* unit, int64_t first, int queries, int64_
   FOR_QUERIES(DOT_FLOATS)
 }
 
-static void add_float_group(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS],
+static void add_float_group(const char* values, int64_t count, int64_t E, const char (*weights)[4 * KEYS],
                             const float* old_scale, const float* new_scale, float* outputs, int queries) {
-  for (int64_t channel = 0; channel < D;) {
-    const int wide = D - channel >= vectors_of(queries) * LANES;
+  for (int64_t channel = 0; channel < E;) {
+    const int wide = E - channel >= vectors_of(queries) * LANES;
     const char* from = values + 4 * channel;
     float* to = outputs + channel;
 #define ADD_FLOATS(n)                                                                \
   if (wide)                                                                          \
-    add_floats(from, count, D, weights, old_scale, new_scale, to, n, vectors_of(n)); \
+    add_floats(from, count, E, weights, old_scale, new_scale, to, n, vectors_of(n)); \
   else                                                                               \
-    add_floats(from, count, D, weights, old_scale, new_scale, to, n, 1)
+    add_floats(from, count, E, weights, old_scale, new_scale, to, n, 1)
     FOR_QUERIES(ADD_FLOATS)
     channel += wide ? vectors_of(queries) * LANES : LANES;
   }
@@ -417,17 +423,17 @@ INLINE void pack_part(const char* from, int64_t row, const int whole, const int 
   if (whole) store_int(to + 4 * LANES, INTERLEAVED(8));
 }
 
-/* Codes of up to four values, to `to` as [D] words of four keys' codes. */
-INLINE void pack_four(const char* from, int64_t D, const int bits, const int64_t count, char* to) {
-  const int64_t row = D * bits / 8, codes = 8 / bits;
+/* Codes of up to four values, to `to` as [E] words of four keys' codes. */
+INLINE void pack_four(const char* from, int64_t E, const int bits, const int64_t count, char* to) {
+  const int64_t row = E * bits / 8, codes = 8 / bits;
   int64_t i = 0;
   for (; i + LANES <= row; i += LANES) pack_part(from + i, row, 1, bits, count, to + 4 * codes * i);
   if (i < row) pack_part(from + i, row, 0, bits, count, to + 4 * codes * i);
 }
 
 /* Keys as [D / 4, KEYS] words of four codes plus 128 or 8, since one side of the instruction is unsigned; values as
-   [count / 4, D] words of four keys' codes. */
-INLINE void pack_bits(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D,
+   [count / 4, E] words of four keys' codes. */
+INLINE void pack_bits(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D, int64_t E,
                       const int bits) {
   if (bits == 8) {
     pack_keys(keys, count, D / 4, (int32_t)0x80808080, unit->keys);
@@ -441,10 +447,10 @@ INLINE void pack_bits(const Unit* unit, const char* keys, const char* values, in
         store_int(to, even_int4(eight)), store_int(to + 4 * KEYS, odd_int4(eight));
       }
   }
-  const int64_t bytes = D * bits / 8;
+  const int64_t bytes = E * bits / 8;
   int64_t key = 0;
-  for (; key + 4 <= count; key += 4) pack_four(values + key * bytes, D, bits, 4, unit->values + key * D);
-  if (key < count) pack_four(values + key * bytes, D, bits, count - key, unit->values + key * D);
+  for (; key + 4 <= count; key += 4) pack_four(values + key * bytes, E, bits, 4, unit->values + key * E);
+  if (key < count) pack_four(values + key * bytes, E, bits, count - key, unit->values + key * E);
 }
 
 /* The sum of both digits' sums, which fits 32 bits for up to LARGEST_HEAD products. */
@@ -481,7 +487,7 @@ static void dot_code_group(const Unit* unit, int64_t first, int queries, int64_t
     }
 }
 
-INLINE void add_digits(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS],
+INLINE void add_digits(const char* values, int64_t count, int64_t E, const char (*weights)[4 * KEYS],
                        const float* old_scale, const float* new_scale, float* outputs, const int queries,
                        const int vectors) {
   I32x16 sum[DIGIT_QUERIES][DIGITS][VECTORS];
@@ -490,7 +496,7 @@ INLINE void add_digits(const char* values, int64_t count, int64_t D, const char 
       EACH (int v = 0; v < vectors; v++) sum[q][d][v] = (I32x16){0};
   for (int64_t key = 0; key < count; key += 4) {
     I32x16 value[VECTORS];
-    EACH (int v = 0; v < vectors; v++) value[v] = load_int(values + key * D + 4 * v * LANES);
+    EACH (int v = 0; v < vectors; v++) value[v] = load_int(values + key * E + 4 * v * LANES);
     EACH (int q = 0; q < queries; q++)
       EACH (int d = 0; d < DIGITS; d++) {
         I32x16 digits = splat_int8x4(weights[q] + 4 * (key + d));
@@ -500,22 +506,22 @@ INLINE void add_digits(const char* values, int64_t count, int64_t D, const char 
   EACH (int q = 0; q < queries; q++) {
     F32x16 result[VECTORS];
     EACH (int v = 0; v < vectors; v++) result[v] = combine_digits(sum[q], v);
-    accumulate(result, old_scale[q], new_scale[q], outputs + q * D, vectors);
+    accumulate(result, old_scale[q], new_scale[q], outputs + q * E, vectors);
   }
 }
 
-static void add_code_group(const char* values, int64_t count, int64_t D, const char (*weights)[4 * KEYS],
+static void add_code_group(const char* values, int64_t count, int64_t E, const char (*weights)[4 * KEYS],
                            const float* old_scale, const float* new_scale, float* outputs, int queries) {
-  for (int64_t channel = 0; channel < D;) {
-    const int wide = D - channel >= VECTORS * LANES;
+  for (int64_t channel = 0; channel < E;) {
+    const int wide = E - channel >= VECTORS * LANES;
     const char* from = values + 4 * channel;
     for (int q = 0; q < queries; q += DIGIT_QUERIES) {
-      float* to = outputs + q * D + channel;
+      float* to = outputs + q * E + channel;
 #define ADD_DIGITS(n)                                                                      \
   if (wide)                                                                                \
-    add_digits(from, count, D, weights + q, old_scale + q, new_scale + q, to, n, VECTORS); \
+    add_digits(from, count, E, weights + q, old_scale + q, new_scale + q, to, n, VECTORS); \
   else                                                                                     \
-    add_digits(from, count, D, weights + q, old_scale + q, new_scale + q, to, n, 1)
+    add_digits(from, count, E, weights + q, old_scale + q, new_scale + q, to, n, 1)
       switch (queries - q) {
         case 1: ADD_DIGITS(1); break;
         case 2: ADD_DIGITS(2); break;
@@ -580,32 +586,32 @@ static void dot_tiles(const Unit* unit, int64_t first, int queries, int64_t D, f
 }
 
 /* outputs = outputs * old + sums * new, of a group of queries, for `vectors` of their channels. */
-INLINE void accumulate_sums(TileSums sums, const float* old_scale, const float* new_scale, int64_t D, float* outputs,
+INLINE void accumulate_sums(TileSums sums, const float* old_scale, const float* new_scale, int64_t E, float* outputs,
                             int queries, const int vectors) {
   for (int q = 0; q < queries; q++) {
     F32x16 result[2];
     EACH (int v = 0; v < vectors; v++) result[v] = combine_sums(sums, v, q, splat_int(0));
-    accumulate(result, old_scale[q], new_scale[q], outputs + q * D, vectors);
+    accumulate(result, old_scale[q], new_scale[q], outputs + q * E, vectors);
   }
 }
 
 /* Weights of keys that are not there are zeros. */
-static void add_tiles(const char* values, int64_t D, const char (*weights)[4 * KEYS], const float* old_scale,
+static void add_tiles(const char* values, int64_t E, const char (*weights)[4 * KEYS], const float* old_scale,
                       const float* new_scale, float* outputs, int queries) {
   _Alignas(64) TileSums sums;
   _tile_loadd(HIGH_DIGITS, weights, sizeof *weights), _tile_loadd(LOW_DIGITS, *weights + KEYS, sizeof *weights);
-  for (int64_t channel = 0; channel < D; channel += 2 * LANES) {
-    const int whole = D - channel > LANES; /* else there is one vector of channels left */
+  for (int64_t channel = 0; channel < E; channel += 2 * LANES) {
+    const int whole = E - channel > LANES; /* else there is one vector of channels left */
     const char *codes = values + 4 * channel, *next = whole ? codes + 4 * LANES : codes;
     zero_sums();
-    _tile_loadd(FIRST_CODES, codes, 4 * D), _tile_loadd(NEXT_CODES, next, 4 * D);
+    _tile_loadd(FIRST_CODES, codes, 4 * E), _tile_loadd(NEXT_CODES, next, 4 * E);
     _tile_dpbusd(HIGH_SUMS, HIGH_DIGITS, FIRST_CODES), _tile_dpbusd(HIGH_SUMS + 1, HIGH_DIGITS, NEXT_CODES);
     _tile_dpbusd(LOW_SUMS, LOW_DIGITS, FIRST_CODES), _tile_dpbusd(LOW_SUMS + 1, LOW_DIGITS, NEXT_CODES);
     store_sums(sums);
     if (whole)
-      accumulate_sums(sums, old_scale, new_scale, D, outputs + channel, queries, 2);
+      accumulate_sums(sums, old_scale, new_scale, E, outputs + channel, queries, 2);
     else
-      accumulate_sums(sums, old_scale, new_scale, D, outputs + channel, queries, 1);
+      accumulate_sums(sums, old_scale, new_scale, E, outputs + channel, queries, 1);
   }
 }
 #endif
@@ -619,9 +625,9 @@ static float prepare_query(const float* query, const float* scale, int64_t D, in
   return 1;
 }
 
-/* As floats, [D, KEYS] and [count, D]. Keys are transposed as words of codes, which takes a quarter of the time or less.
+/* As floats, [D, KEYS] and [count, E]. Keys are transposed as words of codes, which takes a quarter of the time or less.
    Flipping the high bit of a 4-bit code takes the 8 away that is added to it. */
-INLINE void pack_bits(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D,
+INLINE void pack_bits(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D, int64_t E,
                       const int bits) {
   const int codes = 32 / bits;
   char* words = unit->values; /* not in use yet */
@@ -633,7 +639,7 @@ INLINE void pack_bits(const Unit* unit, const char* keys, const char* values, in
         store(unit->keys + 4 * ((channel + i) * KEYS + key),
               to_float(shift_left(word, 32 - bits - bits * i) >> (32 - bits)));
     }
-  for (int64_t i = 0; i < count * D; i += LANES)
+  for (int64_t i = 0; i < count * E; i += LANES)
     store(unit->values + 4 * i, to_float(widen(bits == 4 ? load_int4(values + i / 2) : load_int8(values + i))));
 }
 
@@ -641,11 +647,11 @@ INLINE void pack_bits(const Unit* unit, const char* keys, const char* values, in
 #define add_code_group add_float_group
 #endif
 
-static void pack_codes(const Unit* unit, const char* keys, const char* values, int64_t count, int64_t D, int bits) {
-  if (bits == 4)
-    pack_bits(unit, keys, values, count, D, 4);
+static void pack_codes(const Work* w, const Unit* unit, const char* keys, const char* values, int64_t count) {
+  if (w->bits == 4)
+    pack_bits(unit, keys, values, count, w->D, w->E, 4);
   else
-    pack_bits(unit, keys, values, count, D, 8);
+    pack_bits(unit, keys, values, count, w->D, w->E, 8);
 }
 
 /* The softmax of a query begins with the sink of its head: its largest score so far, with the weight of one. */
@@ -675,7 +681,7 @@ static void prepare_unit(const Work* w, const Unit* unit, int64_t token, int64_t
   }
   memset(unit->sums, 0, unit->count * LANES * sizeof(float));
   for (int64_t q = 0; w->sinks && q < unit->count; q++) begin_with_sink(w, unit, q, head);
-  memset(unit->outputs, 0, unit->count * D * sizeof(float));
+  memset(unit->outputs, 0, unit->count * w->E * sizeof(float));
 }
 
 /* The keys of a tile from `start` that a query sees, a bit each. */
@@ -793,11 +799,11 @@ static void prefetch_next(Unit* unit) {
    `codes`, and whether their matmuls are those of AMX. */
 INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char* values, int64_t start, int64_t count,
                         const int codes, const int in_tiles) {
-  const int64_t D = w->D, most = in_tiles ? LANES : GROUP, groups = (unit->count + most - 1) / most;
+  const int64_t D = w->D, E = w->E, most = in_tiles ? LANES : GROUP, groups = (unit->count + most - 1) / most;
   const int kind = in_tiles ? AS_ROWS : codes && AVX512 ? AS_WORDS : AS_FLOATS;
   prefetch_next(unit);
   if (codes) {
-    pack_codes(unit, keys, values, count, D, w->bits);
+    pack_codes(w, unit, keys, values, count);
     values = unit->values;
   } else {
     pack_keys(keys, count, D, 0, unit->keys);
@@ -805,7 +811,7 @@ INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char*
   for (int64_t g = 0; g < groups; g++) {
     const int64_t first = unit->count * g / groups;
     const int queries = (int)(unit->count * (g + 1) / groups - first);
-    float* outputs = unit->outputs + first * D;
+    float* outputs = unit->outputs + first * E;
     _Alignas(64) float scores[LANES][KEYS];
     _Alignas(64) char weights[LANES][4 * KEYS];
     _Alignas(64) float old_scale[LANES], new_scale[LANES];
@@ -827,12 +833,12 @@ INLINE void attend_tile(const Work* w, Unit* unit, const char* keys, const char*
       softmax_tile(w, unit, first, queries, start, scores, weights, old_scale, new_scale, 0, kind);
     prefetch_next(unit);
     if (!codes)
-      add_float_group(values, count, D, weights, old_scale, new_scale, outputs, queries);
+      add_float_group(values, count, E, weights, old_scale, new_scale, outputs, queries);
     else if (!in_tiles)
-      add_code_group(values, count, D, weights, old_scale, new_scale, outputs, queries);
+      add_code_group(values, count, E, weights, old_scale, new_scale, outputs, queries);
 #if AMX
     else
-      add_tiles(values, D, weights, old_scale, new_scale, outputs, queries);
+      add_tiles(values, E, weights, old_scale, new_scale, outputs, queries);
 #endif
   }
 }
@@ -846,19 +852,21 @@ static void* carve(char** memory, size_t bytes) {
 
 /* False if there is no memory. */
 static int create_unit(const Work* w, int64_t count, int64_t first, Unit* unit) {
-  const size_t channels = count * w->D, arrays = 8; /* each may end with a partial cache line */
-  const size_t bytes = 4 * (2 * channels + count * (DIGITS + 2 + LANES)) + 4 * KEYS * w->D * 2 + 64 * arrays;
+  /* Keys pass the room of values on the way to their own. */
+  const size_t channels = w->D + w->E, packed = w->D > w->E ? w->D : w->E;
+  const size_t arrays = 8; /* each may end with a partial cache line */
+  const size_t bytes = 4 * count * (channels + DIGITS + 2 + LANES) + 4 * KEYS * (w->D + packed) + 64 * arrays;
   char* memory = scratch(SCRATCH_ATTENTION, bytes);
   if (!memory) return 0;
   unit->count = count, unit->first = first;
-  unit->queries = carve(&memory, channels * sizeof(float));
+  unit->queries = carve(&memory, count * w->D * sizeof(float));
   unit->offsets = carve(&memory, count * DIGITS * sizeof(int32_t));
   unit->scales = carve(&memory, count * sizeof(float));
   unit->max = carve(&memory, count * sizeof(float));
   unit->sums = carve(&memory, count * LANES * sizeof(float));
-  unit->outputs = carve(&memory, channels * sizeof(float));
+  unit->outputs = carve(&memory, count * w->E * sizeof(float));
   unit->keys = carve(&memory, KEYS * w->D * sizeof(float));
-  unit->values = carve(&memory, KEYS * w->D * sizeof(float));
+  unit->values = carve(&memory, KEYS * packed * sizeof(float));
   return 1;
 }
 
@@ -875,7 +883,7 @@ static int64_t last_key(const Work* w, int64_t pair) {
 static void attend(void* state, size_t index) {
   Work* w = state;
   const Kernel* k = w->kernel;
-  const int64_t D = w->D, pair = (int64_t)index / k->kv_heads, head = (int64_t)index % k->kv_heads;
+  const int64_t E = w->E, pair = (int64_t)index / k->kv_heads, head = (int64_t)index % k->kv_heads;
   const int64_t b = sequence_of(w, pair), part = w->part_of ? w->part_of[2 * pair + 1] : 0;
   const int64_t count = count_of(w, b), units = units_of(w, b);
   if (!count) return;
@@ -890,9 +898,10 @@ static void attend(void* state, size_t index) {
 #if AMX
   unit.in_tiles = has_codes(w) && unit.count >= LEAST_TILED && has_tiles();
   /* Tile registers have 64 channels: those beyond D are multiplied by zeros. */
-  if (unit.in_tiles) configure_tiles(unit.count), memset(unit.keys + D * KEYS, 0, (-D & (TILE_ROW_BYTES - 1)) * KEYS);
+  if (unit.in_tiles)
+    configure_tiles(unit.count), memset(unit.keys + w->D * KEYS, 0, (-w->D & (TILE_ROW_BYTES - 1)) * KEYS);
 #endif
-  const int64_t size = entry_bytes(w), total = unit.first + end - begin;
+  const int64_t key_size = key_bytes(w), value_size = value_bytes(w), total = unit.first + end - begin;
   /* What is prefetched while a tile is computed: the next tile, or, of a unit of few keys, the tile of the next unit, which
      is there sooner. Of many keys a cache would not keep those of the next unit. A thread is given a run of adjacent
      indexes as a rule. */
@@ -907,29 +916,30 @@ static void attend(void* state, size_t index) {
     const int64_t coming = few ? start : start + KEYS, left = (few ? next_total : total) - coming;
     if (left > 0) {
       const int64_t at = few ? entry(w, next, next_head, coming) : entry(w, b, head, coming);
-      const int64_t bytes = (left < KEYS ? left : KEYS) * size;
-      const char *next_keys = w->key_cache + at, *next_values = w->value_cache + at;
-      unit.next_keys = (Ahead){next_keys, next_keys + bytes, KEYS * size / 64 / PHASES};
-      unit.next_values = (Ahead){next_values, next_values + bytes, KEYS * size / 64 / PHASES};
+      const int64_t entries = left < KEYS ? left : KEYS;
+      const char *next_keys = w->key_cache + at * key_size, *next_values = w->value_cache + at * value_size;
+      unit.next_keys = (Ahead){next_keys, next_keys + entries * key_size, KEYS * key_size / 64 / PHASES};
+      unit.next_values = (Ahead){next_values, next_values + entries * value_size, KEYS * value_size / 64 / PHASES};
     }
     const int64_t at = entry(w, b, head, start);
+    const char *of_keys = w->key_cache + at * key_size, *of_values = w->value_cache + at * value_size;
     if (AMX && unit.in_tiles)
-      attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 1, 1);
+      attend_tile(w, &unit, of_keys, of_values, start, keys, 1, 1);
     else if (has_codes(w))
-      attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 1, 0);
+      attend_tile(w, &unit, of_keys, of_values, start, keys, 1, 0);
     else
-      attend_tile(w, &unit, w->key_cache + at, w->value_cache + at, start, keys, 0, 0);
+      attend_tile(w, &unit, of_keys, of_values, start, keys, 0, 0);
   }
 #if AMX
   if (unit.in_tiles) _tile_release();
 #endif
   for (int64_t q = 0; q < unit.count; q++) {
     const int64_t token = w->offsets[b] + begin + q / w->group;
-    float* to = w->y + (token * k->heads + head * w->group + q % w->group) * D;
+    float* to = w->y + (token * k->heads + head * w->group + q % w->group) * E;
     F32x16 inverse = splat(1 / reduce_add(load(unit.sums + q * LANES)));
-    for (int64_t i = 0; i < D; i += LANES) {
-      F32x16 y = load(unit.outputs + q * D + i) * inverse;
-      if (has_codes(w)) y *= load(w->value_scale + head * D + i);
+    for (int64_t i = 0; i < E; i += LANES) {
+      F32x16 y = load(unit.outputs + q * E + i) * inverse;
+      if (has_codes(w)) y *= load(w->value_scale + head * E + i);
       store(to + i, y);
     }
   }
@@ -941,41 +951,52 @@ static int bits_of(int type) {
   return type == FLOAT ? 32 : type == INT8 ? 8 : type == UINT8 ? 4 : 0;
 }
 
+/* The channels of a head in a cache [blocks, KV, T, columns]; 0: no kernel takes them. */
+static int64_t channels_of(const Tensor* cache, int bits) {
+  const int64_t columns = cache->dims[3];
+  if (columns < 1 || columns > LARGEST_HEAD) return 0;
+  const int64_t channels = bits == 4 ? 2 * columns : columns;
+  return channels % LANES || channels > LARGEST_HEAD ? 0 : channels;
+}
+
 /* Fills `w` from the inputs of a run, whose shapes and types must fit each other. */
 static Status* check_inputs(const Kernel* k, const Tensor* in, Work* w) {
   Api api = k->base.api;
   const Tensor *query = &in[QUERY], *cache = &in[KEY_CACHE], *cosines = &in[COSINES], *sines = &in[SINES];
-  if (!query->present || query->type != FLOAT || query->rank != 3 || !cache->present || cache->rank != 4)
-    return failure(api, ERROR_ARGUMENT, "CachedAttention: queries are [B, S, columns], a cache is [B, KV, T, D]");
+  const Tensor* values = &in[VALUE_CACHE];
+  if (!query->present || query->type != FLOAT || query->rank != 3 || !cache->present || cache->rank != 4 ||
+      !values->present || values->rank != 4)
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: queries are [B, S, columns], a cache is [B, KV, T, columns]");
   const Tensor* table = &in[TABLE];
   if (!table->present || table->type != INT32 || table->rank != 2 || table->dims[1] < 1 ||
       !holds(&in[STARTS], INT32, table->dims[0]) || !holds(&in[OFFSETS], INT32, table->dims[0] + 1))
     return failure(api, ERROR_ARGUMENT,
                    "CachedAttention: offsets [B + 1], starts [B] and a block table [B, M] are int32");
   w->B = table->dims[0], w->M = table->dims[1];
-  w->blocks = cache->dims[0], w->T = cache->dims[2], w->D = cache->dims[3];
+  w->blocks = cache->dims[0], w->T = cache->dims[2];
   w->group = k->heads / k->kv_heads;
   w->bits = bits_of(cache->type);
-  if (w->bits == 4 && w->D <= LARGEST_HEAD) w->D *= 2;
-  if (!w->bits || w->D < LANES || w->D % LANES || w->D > LARGEST_HEAD || cache->dims[1] != k->kv_heads || w->T < 1 ||
-      (w->M > 1 && w->T % KEYS) || !holds(&in[VALUE_CACHE], cache->type, cache->elements))
+  w->D = channels_of(cache, w->bits), w->E = channels_of(values, w->bits);
+  if (!w->bits || !w->D || !w->E || cache->dims[1] != k->kv_heads || w->T < 1 || (w->M > 1 && w->T % KEYS) ||
+      values->type != cache->type || memcmp(values->dims, cache->dims, 3 * sizeof *cache->dims))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of an unsupported shape or type");
   w->period = k->period ? k->period : w->D;
   if (w->period < w->D)
     return failure(api, ERROR_ARGUMENT, "CachedAttention: a query has more channels than there are up to the next one");
-  w->query_stride = k->heads * w->period, w->key_stride = k->kv_heads * w->D;
+  const int64_t key_columns = k->kv_heads * w->D, value_columns = k->kv_heads * w->E;
+  w->query_stride = k->heads * w->period, w->key_stride = key_columns, w->value_stride = value_columns;
   w->query = query->data, w->key = in[KEY].data, w->value = in[VALUE].data;
   const int packed = !in[KEY].present;
-  const int64_t tokens = query->dims[0] * query->dims[1], key_columns = w->key_stride;
-  if (packed) w->query_stride = w->key_stride = k->heads * w->period + 2 * k->kv_heads * w->D;
+  const int64_t tokens = query->dims[0] * query->dims[1];
+  if (packed) w->key_stride = w->value_stride = w->query_stride += key_columns + value_columns;
   if (query->dims[2] != w->query_stride || in[VALUE].present == packed ||
-      (!packed && (!holds(&in[KEY], FLOAT, tokens * key_columns) || !holds(&in[VALUE], FLOAT, tokens * key_columns))))
+      (!packed && (!holds(&in[KEY], FLOAT, tokens * key_columns) || !holds(&in[VALUE], FLOAT, tokens * value_columns))))
     return failure(api, ERROR_ARGUMENT, "CachedAttention: queries, keys or values of another shape");
   if (packed && tokens) w->key = w->query + k->heads * w->period, w->value = w->key + key_columns;
-  if (has_codes(w) && (!holds(&in[KEY_SCALE], FLOAT, key_columns) || !holds(&in[VALUE_SCALE], FLOAT, key_columns)))
-    return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of codes without scales [KV, D]");
+  if (has_codes(w) && (!holds(&in[KEY_SCALE], FLOAT, key_columns) || !holds(&in[VALUE_SCALE], FLOAT, value_columns)))
+    return failure(api, ERROR_ARGUMENT, "CachedAttention: a cache of codes without a scale for each channel of a head");
   w->key_scale = in[KEY_SCALE].data, w->value_scale = in[VALUE_SCALE].data;
-  w->key_cache = cache->data, w->value_cache = in[VALUE_CACHE].data;
+  w->key_cache = cache->data, w->value_cache = values->data;
   w->offsets = in[OFFSETS].data, w->starts = in[STARTS].data, w->table = table->data;
   for (size_t i = QUERY_NORM; i <= KEY_NORM; i++)
     if (in[i].present && !holds(&in[i], FLOAT, w->D))
@@ -1035,7 +1056,7 @@ static Status* compute(void* self, Context* context) {
   for (size_t i = 0; i < INPUTS; i++) TRY(input(api, context, i, &k->constants[i], &in[i]));
   Work w = {.kernel = k};
   TRY(check_inputs(k, in, &w));
-  int64_t y_dims[3] = {in[QUERY].dims[0], in[QUERY].dims[1], k->heads * w.D};
+  int64_t y_dims[3] = {in[QUERY].dims[0], in[QUERY].dims[1], k->heads * w.E};
   TRY(output(api, context, 0, y_dims, 3, &w.y));
   w.unit_tokens = w.group < UNIT_QUERIES ? UNIT_QUERIES / w.group : 1;
   int64_t most_units = 0, scores = 0;
