@@ -41,6 +41,7 @@ LLAMA_CPP = "TAPEOUT_LLAMA_CPP"  # names the user's checkout of llama.cpp
 CONVERTER = "convert_hf_to_gguf.py"
 # What no rule of a recipe may round again.
 MXFP4_RULE = {"match": "layers.*.experts_*", "format": "mxfp4"}
+UPS = (".gate_up", ".experts_up")  # gates and ups of a layer's linears, and of its experts
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,15 @@ def prepare(
 
 
 def own_settings(shape: Shape, recipe: Path) -> list[str]:
-    """What a shape changes of the recipe: experts in MXFP4 are kept as they are."""
-    if not shape.is_mxfp4:
-        return []
+    """What a shape changes of the recipe: experts in MXFP4 are kept as they are, and others get the schemes of linears
+    in their place: what holds for the gates and ups of a layer holds for those of its experts.
+    """
     rules = yaml.safe_load(recipe.read_text())["plan"]["schemes"]
-    return [f"plan.schemes={json.dumps([MXFP4_RULE, *rules])}"] if rules != "auto" else []
+    if rules == "auto" or not shape.has_experts:
+        return []
+    ups = [rule | {"match": str(rule["match"]).replace(*UPS)} for rule in rules if UPS[0] in str(rule["match"])]
+    added = [MXFP4_RULE] if shape.is_mxfp4 else ups
+    return [f"plan.schemes={json.dumps([*added, *rules])}"] if added else []
 
 
 def _build(checkpoint: Path, work: Path, shared: Path, recipe: Path, settings: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from benchmarks import scale
@@ -140,7 +141,25 @@ def test_experts_in_mxfp4_come_first_in_the_recipe_of_a_shape() -> None:
     (setting,) = shapes.own_settings(SHAPES["gpt-oss-20b"], Path("params.yaml"))
     rules = json.loads(setting.removeprefix("plan.schemes="))
     assert rules[0] == {"match": "layers.*.experts_*", "format": "mxfp4"} and len(rules) > 1
-    assert shapes.own_settings(SHAPES["olmoe-1b-7b"], Path("params.yaml")) == []
+
+
+def test_experts_get_the_schemes_of_linears_in_their_place() -> None:
+    """The default recipe has 6 bits for gates and ups; they are two thirds of the experts."""
+    recipe = Path("params.yaml")
+    (setting,) = shapes.own_settings(SHAPES["olmoe-1b-7b"], recipe)
+    first, *rules = json.loads(setting.removeprefix("plan.schemes="))
+    gates = next(rule for rule in rules if rule["match"].endswith("gate_up"))
+    assert rules == yaml.safe_load(recipe.read_text())["plan"]["schemes"]
+    assert first == gates | {"match": "layers.*.experts_up"} and first["bits"] == 6
+    assert shapes.own_settings(SHAPES["llama-3.2-1b"], recipe) == []
+
+
+def test_a_recipe_that_names_no_gates_and_ups_is_left_as_it_is(tmp_path: Path) -> None:
+    recipe = tmp_path / "params.yaml"
+    recipe.write_text(json.dumps({"plan": {"schemes": [{"match": "*", "bits": 8}]}}))
+    assert shapes.own_settings(SHAPES["olmoe-1b-7b"], recipe) == []
+    recipe.write_text(json.dumps({"plan": {"schemes": "auto"}}))
+    assert shapes.own_settings(SHAPES["gpt-oss-20b"], recipe) == []
 
 
 @pytest.mark.parametrize("name", SHAPES)

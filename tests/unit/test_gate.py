@@ -1112,3 +1112,15 @@ def test_each_kind_shows_its_report_and_every_number_of_it_is_a_metric(tmp_path:
     assert metrics["roofline.candidate_share"] == pytest.approx(0.5)
     assert metrics["speed.prefill.candidate"] == 2000.0 and metrics["decode.batch_1.baseline_itl_ms"] == 10.0
     assert shown["tasks"].metrics["accuracy.arc.difference"] == verdict.slices[0].difference
+
+
+def test_the_report_says_which_experts_no_token_chose(tmp_path: Path):
+    evidence = of_experts([(200, 150, 50, 0), (0, 200, 200, 0)])
+    write_reports(tmp_path, evidence)
+    kind = next(kind for kind in kinds() if kind.name == "parity")
+    block = kind.block(tmp_path / "parity", judge(evidence, DEFAULT))
+    assert block is not None and block.table is not None
+    tokens = sorted(20 * (one + other) for one, other in ((200, 0), (150, 200), (50, 200), (0, 0)))
+    assert block.table.rows == ((EXPERTS, 4, 0.75, tokens[0], (tokens[1] + tokens[2]) / 2, tokens[3]),)
+    assert block.table.note == f"No token chose {EXPERTS}: 3."
+    assert block.metrics == {f"experts.{EXPERTS}.reached": 0.75}

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from evals.check import Check, Findings, Outcome
+from evals.block import QUALITY, Block, Table
+from evals.check import Check, Findings, JudgedVerdict, Outcome
+from evals.items import read_items
 from evals.kind import DocumentBounds, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.kinds.text import HeldOutSettings
 from evals.limits import at_least, at_most
 from evals.rules import Rule, broken, copies, counted, differing, mean_above_largest, same_numbers, short, token_rules
-from tapeout.artifact import Frozen, ParentTypes
+from tapeout.artifact import Frozen, ParentTypes, load
 from tapeout.recipe import BaseRecipe, Count, Section
 
 if TYPE_CHECKING:
@@ -122,6 +126,30 @@ class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
     def deviations(self, report: Report[ParityReport, ParityItem], recipe: BaseRecipe) -> list[str]:
         asked = recipe.section(ParitySettings).parity_documents + 1  # one of all positions
         return differing("ParityReport", {"documents": (report.record.documents, asked)})
+
+    def block(self, folder: Path, verdict: JudgedVerdict) -> Block | None:
+        """Which experts the documents reach. None for a model without experts: the checks say everything."""
+        experts = load(folder, ParityReport).record.experts
+        if not experts:
+            return None
+        items = read_items(folder / self.items_file, ParityItem)
+        tokens = {name: [sum(item.visits[name][e] for item in items) for e in range(n)] for name, n in experts.items()}
+        reached = {name: 1 - counts.count(0) / len(counts) for name, counts in tokens.items()}
+        never = [
+            f"{name}: {', '.join(str(expert) for expert, count in enumerate(counts) if not count)}"
+            for name, counts in tokens.items()
+            if 0 in counts
+        ]
+        table = Table(
+            ("Experts", "Of a layer", "Reached", "Tokens of the rarest", "Of the median", "Of the most frequent"),
+            tuple(
+                (name, len(counts), reached[name], min(counts), median(counts), max(counts))
+                for name, counts in tokens.items()
+            ),
+            f"No token chose {'; '.join(never)}." if never else "Every expert was chosen by some token.",
+        )
+        metrics = {f"experts.{name}.reached": share for name, share in reached.items()}
+        return Block(QUALITY, "Experts that the documents of parity reach", table=table, metrics=metrics)
 
     def problems(self, report: Report[ParityReport, ParityItem], evidence: Evidence) -> list[str]:
         return [
