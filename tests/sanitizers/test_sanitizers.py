@@ -620,8 +620,8 @@ TILE_DEFECTS = {
     ),
     "a linear loads rows beyond its unpacked codes": (
         "block_product.c",
-        "c->codes + at * TILE, TILE * STEP)",
-        "c->codes + at * TILE, TILE * STEP << 7)",
+        "at->codes + c * TILE, TILE * STEP)",
+        "at->codes + c * TILE, TILE * STEP << 7)",
         "heap-buffer-overflow",
     ),
     "a linear stores rows beyond its sums": (

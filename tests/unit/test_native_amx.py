@@ -16,7 +16,7 @@ from engines.kernels.cpu import compiler, find_level
 from tapeout.quantized import QuantizedWeight
 from tapeout.schemes import Scheme
 from tests import native
-from tests.random_linears import random_linear
+from tests.random_linears import MXFP4, random_linear
 from tests.unit import test_native_block_experts as block_experts
 
 TILES, VECTORS = find_level("x86-64-amx"), find_level("x86-64-avx512vnni")
@@ -27,9 +27,10 @@ TOKENS = (23, 24, 33, 37, 48, 65, 130)
 SCHEMES = [
     Scheme(bits=bits, group_size=block, symmetric=symmetric)
     for bits in (4, 5, 6, 8)
-    for block in (32, 64, 128, 256)
+    for block in (16, 32, 64, 128, 256)
     for symmetric in (True, False)
-]
+    if (bits, block) != (5, 16)  # such codes are stored in 6 bits
+] + [MXFP4]
 
 
 def computed(library: Path, linear: QuantizedWeight, kind: str = "BlockLinear", threads: int = 1) -> list[native.Array]:
@@ -56,6 +57,8 @@ def test_tiles_give_the_bits_of_vectors(scheme: Scheme) -> None:
     columns = 9 * scheme.group_size
     for outputs, half in ((37, True), (300, False)):  # padding within a run of tiles, several runs
         linear = random_linear(outputs, columns, scheme, half=half)
+        if scheme.bits == 8 and linear.zero_points is not None:
+            np.maximum(linear.zero_points, 1, out=linear.zero_points)  # tiles do not take others
         assert same(*(computed(compiler.library(level), linear) for level in (TILES, VECTORS)))
 
 
@@ -86,14 +89,35 @@ def test_experts_by_tiles_give_the_bits_of_vectors(monkeypatch: pytest.MonkeyPat
 
 @needs_tiles
 def test_zero_points_that_do_not_fit_a_signed_byte() -> None:
-    assert same(*(computed(compiler.library(level), far()) for level in (TILES, VECTORS)))
+    for linear in (far(), far_of_bytes()):
+        assert same(*(computed(compiler.library(level), linear) for level in (TILES, VECTORS)))
 
 
 def far() -> QuantizedWeight:
-    linear = random_linear(100, 640, Scheme(bits=4, group_size=64, symmetric=False))
+    return with_zero_points(4, {90: 200})
+
+
+def far_of_bytes() -> QuantizedWeight:
+    """128 less a zero point of 0 is no signed byte."""
+    return with_zero_points(8, {90: 0})
+
+
+def bytes_with_zero_points() -> QuantizedWeight:
+    return with_zero_points(8, {})
+
+
+def with_zero_points(bits: int, others: dict[int, int]) -> QuantizedWeight:
+    """``others``: of some outputs; the rest take tiles."""
+    linear = random_linear(128, 640, Scheme(bits=bits, group_size=64, symmetric=False))
     assert linear.zero_points is not None
-    linear.zero_points[90] = 200
+    np.maximum(linear.zero_points, 1, out=linear.zero_points)
+    for output, zero_point in others.items():
+        linear.zero_points[output] = zero_point
     return linear
+
+
+def small_blocks() -> QuantizedWeight:
+    return random_linear(100, 640, Scheme(bits=6, group_size=32, symmetric=True))
 
 
 def plain() -> QuantizedWeight:
@@ -105,21 +129,38 @@ def plain() -> QuantizedWeight:
 DEFECTS = {
     "a group has the scales of the first rows": (
         plain,
-        (("rows->scales + b * rows->stride + row}", "rows->scales + b * rows->stride}"),),
+        (("at->x += count * row_bytes(k->K), at->x_scales += count;", "at->x += count * row_bytes(k->K);"),),
     ),
-    "registers keep the shape of another group": (plain, (("if (count != configured) {", "if (!configured) {"),)),
+    "registers have the rows of the smallest groups": (
+        plain,
+        (
+            (
+                "shape_tiles(&shapes, 0, ACTIVATIONS, count,",
+                "shape_tiles(&shapes, 0, ACTIVATIONS, (int)(rows / groups),",
+            ),
+        ),
+    ),
     "a block has the scales of its neighbour": (
         plain,
-        (("load(c->scales + b * TILE)", "load(c->scales + (b ^ 1) * TILE)"),),
+        (("store(scales, scale_at(w, tile, b))", "store(scales, scale_at(w, tile, b ^ 1))"),),
     ),
     "blocks are added in another order": (
         plain,
         (
-            ("y[m] = load(to + m * TILE);", "y[m] = (F32x16){0};"),
-            ("store(to + m * TILE, y[m]);", "store(to + m * TILE, load(to + m * TILE) + y[m]);"),
+            ("y[m] = p->block ? load(so_far + m * TILE) : splat(0);", "(void)p, (void)so_far, y[m] = splat(0);"),
+            (
+                "finish_tile(p, &last, y, count);",
+                "{ for (int m = 0; m < count; m++) y[m] += load(so_far + 16 * m); finish_tile(p, &last, y, count); }",
+            ),
         ),
     ),
-    "zero points need not fit a signed byte": (far, (("reduce_max(any) < 128", "reduce_max(any) < 255"),)),
+    "products of a block of 32 channels have 64": (
+        small_blocks,
+        (("smaller(k->block & -k->block, TILE_ROW_BYTES)", "TILE_ROW_BYTES"),),
+    ),
+    "zero points need not fit a signed byte": (far, (("reduce_max(most) < 128", "reduce_max(most) < 255"),)),
+    "zero points of 8 bits may be 0": (far_of_bytes, (("reduce_min(least) > 0", "reduce_min(least) >= 0"),)),
+    "zero points of 8 bits are 128": (bytes_with_zero_points, (("if (!p->rests) continue;", "continue;"),)),
 }
 
 

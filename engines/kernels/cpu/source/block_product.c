@@ -293,65 +293,120 @@ static void multiply_group(const BlockWeight* w, const BlockRows* rows, float* y
 }
 
 #if AMX
-/* Products by tiles of AMX, for blocks of whole 64 channels and many rows. The codes of some tiles and blocks are unpacked to
-   memory that the second-level cache holds, less their zero points, and all rows pass them in groups of 16: a group's activations
-   then stay in the first-level cache. Sums within a block are the same integers, and blocks are scaled and added in the same order,
-   so results have the bits of the vectors' code.
+/* Products by tiles of AMX, for many rows. The codes of some tiles and blocks are unpacked to memory that the caches hold, less
+   their zero points, and all rows pass them in groups of up to 16. Sums within a block are the same integers, and blocks are
+   scaled and added in the same order, so results have the bits of the vectors' code.
 
    Registers: four of sums, and two each of activations and of weights. A product's sums are stored two products later and scaled
-   two products after that: a product takes 16 cycles, but its sums are there only 52 cycles after it began. */
+   two products after that: a product takes 16 cycles, but its sums are there only 52 cycles after it began. So products follow
+   each other without a pause, from tile to tile and from group to group. */
 enum { SUMS = 4, ACTIVATIONS = SUMS, WEIGHTS = ACTIVATIONS + 2, STORE_AFTER = 2, SCALE_AFTER = 4 };
-enum { PRODUCT_CHANNELS = TILE_ROW_BYTES, CHUNK_CHANNELS = 512, RUN_TILES = 8 };
+/* At most so many channels and tiles are unpacked at once: two tiles and the activations of a group then stay in the first-level
+   cache. */
+enum { CHUNK_CHANNELS = 640, RUN_TILES = 8 };
 /* Fewer are as fast with vectors, which need no unpacked codes. */
 enum { LEAST_ROWS = 24 };
 
-/* The blocks of a chunk, of one tile and the rows of a group. */
+/* Some blocks of some tiles, and groups of as many rows each, which all pass them. */
 typedef struct {
-  int64_t blocks, block, row_bytes, stride;
-  const int8_t *x, *codes;
-  const float *scales, *x_scales; /* [blocks, 16], [blocks, stride] */
-} Chunk;
+  const BlockWeight* w;
+  const BlockRows* rows;
+  int64_t tile, tiles, block, blocks, row, groups;
+  int64_t channels;    /* of a product */
+  const int8_t* codes; /* [tiles, blocks, block size * 16] */
+  const int8_t* rests; /* [tiles, blocks, 64] of 8 bits with zero points, which is added to each code; else NULL */
+  const float* scales; /* [tiles, blocks, 16] */
+  float* sums;         /* [groups, tiles, rows of a group, 16] of the blocks before, and then with these */
+  float* y;
+  LaneMax* max;
+  Ahead* ahead; /* prefetched, some lines with each tile */
+} Panel;
 
-/* Signed codes of the blocks `begin` to `end` of a tile, each less its zero point, and their scales. */
-INLINE void unpack_blocks(const BlockWeight* w, int8_t* to, float* scales, int64_t tile, int64_t begin, int64_t end,
-                          const int bits) {
+/* A product of a panel: of the group of rows from `row` on, a tile and a block. */
+typedef struct {
+  int64_t row, tile, block;
+  const int8_t *x, *codes, *rests;
+  const float *scales, *x_scales;
+} Product;
+
+INLINE Product first_product(const Panel* p) {
+  const BlockRows* rows = p->rows;
+  const BlockShape* k = &p->w->shape;
+  const int8_t* x = rows->codes + p->row * row_bytes(k->K) + p->block * k->block;
+  const float* x_scales = rows->scales + p->block * rows->stride + p->row;
+  return (Product){p->row, 0, 0, x, p->codes, p->rests, p->scales, x_scales};
+}
+/* To the next product; whether this one was the last of its tile. */
+INLINE int advance(const Panel* p, Product* at, const int count) {
+  const BlockShape* k = &p->w->shape;
+  at->x += k->block, at->codes += k->block * TILE, at->scales += TILE, at->x_scales += p->rows->stride;
+  if (p->rests) at->rests += TILE * STEP;
+  if (++at->block < p->blocks) return 0;
+  at->block = 0, at->x -= p->blocks * k->block, at->x_scales -= p->blocks * p->rows->stride;
+  if (++at->tile < p->tiles) return 1;
+  at->tile = 0, at->row += count, at->x += count * row_bytes(k->K), at->x_scales += count;
+  at->codes = p->codes, at->rests = p->rests, at->scales = p->scales;
+  return 1;
+}
+
+INLINE I32x16 four_times(I32x16 bytes) {
+  return bytes | shift_left(bytes, 8) | shift_left(bytes, 16) | shift_left(bytes, 24);
+}
+
+/* Signed codes of the blocks `begin` to `end` of a tile, each less its zero point, and their scales. Codes of 8 bits less their
+   zero points do not fit a byte: they are less 128, and what is left, 128 less the zero point, is a product of its own. */
+INLINE void unpack_blocks(const BlockWeight* w, int8_t* to, int8_t* rests, float* scales, int64_t tile, int64_t begin,
+                          int64_t end, const int bits, const int e2m1) {
   const BlockShape* k = &w->shape;
   const int joined = joined_steps(bits);
   const uint8_t* from = w->codes + (tile * k->K + begin * k->block) * TILE * bits / 8;
-  for (int64_t b = begin; b < end; b++, scales += TILE) {
+  for (int64_t b = begin; b < end; b++, scales += TILE, rests += TILE * STEP) {
     store(scales, scale_at(w, tile, b));
-    const I32x16 zero =
-        k->symmetric ? splat_int(1 << (bits - 1)) : widen_bytes(w->zero_points + (tile * w->blocks + b) * TILE);
-    const I8x64 zeros = (I8x64)(zero | shift_left(zero, 8) | shift_left(zero, 16) | shift_left(zero, 24));
+    I32x16 zero = splat_int(1 << ((e2m1 ? E2M1_BITS : bits) - 1));
+    if (!k->symmetric) {
+      const I32x16 points = widen_bytes(w->zero_points + (tile * w->blocks + b) * TILE);
+      if (bits == 8)
+        store_int(rests, four_times((zero - points) & splat_int(255)));
+      else
+        zero = points;
+    }
+    const I8x64 zeros = (I8x64)four_times(zero);
     for (int64_t s = 0; s < k->block / STEP; s += joined, from += 64 * joined * bits / 8)
       EACH (int i = 0; i < joined; i++, to += TILE * STEP)
-        store_int(to, (I32x16)((I8x64)codes_at(from, i, bits, 0, 0) - zeros));
+        store_int(to, (I32x16)((I8x64)codes_at(from, i, bits, e2m1, 0) - zeros));
   }
 }
 
-static void unpack(const BlockWeight* w, int8_t* to, float* scales, int64_t tile, int64_t begin, int64_t end) {
+static void unpack(const BlockWeight* w, int8_t* to, int8_t* rests, float* scales, int64_t tile, int64_t begin,
+                   int64_t end) {
+#define UNPACK(bits, e2m1) unpack_blocks(w, to, rests, scales, tile, begin, end, bits, e2m1)
   if (w->shape.bits == 8)
-    unpack_blocks(w, to, scales, tile, begin, end, 8);
+    UNPACK(8, 0);
   else if (w->shape.bits == 6)
-    unpack_blocks(w, to, scales, tile, begin, end, 6);
+    UNPACK(6, 0);
   else if (w->shape.bits == 5)
-    unpack_blocks(w, to, scales, tile, begin, end, 5);
+    UNPACK(5, 0);
+  else if (w->shape.e2m1)
+    UNPACK(4, 1);
   else
-    unpack_blocks(w, to, scales, tile, begin, end, 4);
+    UNPACK(4, 0);
 }
 
-/* The sums of block `b`, into register `i`. Registers are part of an instruction. */
-#define PRODUCT(i)                                                      \
-  case i:                                                               \
-    _tile_zero(i);                                                      \
-    for (int64_t at = b * c->block; at < end; at += PRODUCT_CHANNELS) { \
-      _tile_loadd(ACTIVATIONS + i % 2, c->x + at, c->row_bytes);        \
-      _tile_loadd(WEIGHTS + i % 2, c->codes + at * TILE, TILE * STEP);  \
-      _tile_dpbssd(i, ACTIVATIONS + i % 2, WEIGHTS + i % 2);            \
-    }                                                                   \
+/* The sums of a product, into register `i`. Registers are part of an instruction. */
+#define PRODUCT(i)                                                     \
+  case i:                                                              \
+    _tile_zero(i);                                                     \
+    for (int64_t c = 0; c < size; c += p->channels) {                  \
+      _tile_loadd(ACTIVATIONS + i % 2, at->x + c, stride);             \
+      _tile_loadd(WEIGHTS + i % 2, at->codes + c * TILE, TILE * STEP); \
+      _tile_dpbssd(i, ACTIVATIONS + i % 2, WEIGHTS + i % 2);           \
+      if (!p->rests) continue;                                         \
+      _tile_loadd(WEIGHTS + i % 2, at->rests, 0);                      \
+      _tile_dpbssd(i, ACTIVATIONS + i % 2, WEIGHTS + i % 2);           \
+    }                                                                  \
     break;
-INLINE void begin_sums(const int i, const Chunk* c, int64_t b) {
-  const int64_t end = (b + 1) * c->block;
+INLINE void begin_sums(const int i, const Panel* p, const Product* at) {
+  const int64_t size = p->w->shape.block, stride = row_bytes(p->w->shape.K);
   switch (i) { PRODUCT(0) PRODUCT(1) PRODUCT(2) PRODUCT(3) }
 }
 INLINE void store_sums(const int i, int32_t* to) {
@@ -362,103 +417,138 @@ INLINE void store_sums(const int i, int32_t* to) {
     case 3: _tile_stored(3, to, TILE * sizeof *to); break;
   }
 }
-INLINE void scale_sums(const Chunk* c, F32x16 y[TILE_ROWS], const int32_t* sums, int64_t b, const int count) {
-  const F32x16 scale = load(c->scales + b * TILE);
+INLINE void scale_sums(const Product* at, F32x16 y[TILE_ROWS], const int32_t* sums, const int count) {
+  const F32x16 scale = load(at->scales);
   EACH (int m = 0; m < count; m++) {
-    const F32x16 combined = scale * splat(c->x_scales[b * c->stride + m]);
+    const F32x16 combined = scale * splat(at->x_scales[m]);
     y[m] = vfma(to_float(load_int(sums + m * TILE)), combined, y[m]);
   }
 }
 
-/* Adds a chunk to the outputs y [count, 16]. `count` is a constant where this is inlined. */
-INLINE void add_chunk(const Chunk* c, float* to, const int count) {
+/* The lines that the outputs of a tile will be written to. */
+INLINE void prefetch_outputs(const Panel* p, const Product* at, const int count) {
+  const int64_t N = p->w->shape.N, column = (p->tile + at->tile) * TILE;
+  if (p->max || column >= N) return;
+  const float* to = p->y + at->row * N + column;
+  EACH (int m = 0; m < count; m++) __builtin_prefetch(to + m * N, 1, 3);
+}
+
+/* The outputs of a tile for `count` rows, whose sums are complete. */
+INLINE void finish_tile(const Panel* p, const Product* at, const F32x16 y[TILE_ROWS], const int count) {
+  const Columns to = columns_of(p->w, p->tile + at->tile);
+  prefetch_some(p->ahead);
+  if (p->max)
+    for (int m = 0; m < count; m++) write_outputs(p->w, &to, y[m], at->row + m, NULL, p->max);
+  else
+    EACH (int m = 0; m < count; m++) write_outputs(p->w, &to, y[m], at->row + m, p->y, NULL);
+}
+
+/* The sums of a tile's blocks before those of the panel. */
+INLINE void begin_tile(const Panel* p, const float* so_far, F32x16 y[TILE_ROWS], const int count) {
+  EACH (int m = 0; m < count; m++) y[m] = p->block ? load(so_far + m * TILE) : splat(0);
+}
+
+/* All products of a panel. `count` is a constant where this is inlined. */
+INLINE void add_products(const Panel* p, const int count) {
+  const int64_t products = p->groups * p->tiles * p->blocks;
+  const int complete = p->block + p->blocks == p->w->blocks;
   _Alignas(64) int32_t sums[SUMS][TILE_ROWS * TILE];
+  Product next = first_product(p), scaled = next;
+  float* so_far = p->sums;
   F32x16 y[TILE_ROWS];
-  EACH (int m = 0; m < count; m++) y[m] = load(to + m * TILE);
-  for (int64_t first = 0; first < c->blocks + SCALE_AFTER; first += SUMS)
+  begin_tile(p, so_far, y, count);
+  if (complete) prefetch_outputs(p, &next, count);
+  for (int64_t first = 0; first < products + SCALE_AFTER; first += SUMS)
     EACH (int i = 0; i < SUMS; i++) {
-      const int64_t b = first + i, stored = b - STORE_AFTER, scaled = b - SCALE_AFTER;
-      const int of_stored = (i + SUMS - STORE_AFTER) % SUMS;
-      if (stored >= 0 && stored < c->blocks) store_sums(of_stored, sums[of_stored]);
-      if (b < c->blocks) begin_sums(i, c, b);
-      if (scaled >= 0 && scaled < c->blocks) scale_sums(c, y, sums[i], scaled, count);
+      const int64_t begun = first + i;
+      const int stored = (i + SUMS - STORE_AFTER) % SUMS;
+      if (begun >= STORE_AFTER && begun < products + STORE_AFTER) store_sums(stored, sums[stored]);
+      if (begun < products) {
+        begin_sums(i, p, &next);
+        if (advance(p, &next, count) && complete && begun < products - 1) prefetch_outputs(p, &next, count);
+      }
+      if (begun < SCALE_AFTER || begun >= products + SCALE_AFTER) continue;
+      scale_sums(&scaled, y, sums[i], count);
+      const Product last = scaled;
+      if (!advance(p, &scaled, count)) continue;
+      if (complete)
+        finish_tile(p, &last, y, count);
+      else
+        EACH (int m = 0; m < count; m++) store(so_far + m * TILE, y[m]);
+      so_far += count * TILE;
+      if (begun < products + SCALE_AFTER - 1) begin_tile(p, so_far, y, count);
     }
-  EACH (int m = 0; m < count; m++) store(to + m * TILE, y[m]);
 }
 
 #define COUNT(count) \
-  case count: add_chunk(c, y, count); break;
-static void add_group(const Chunk* c, float* y, int count) {
+  case count: add_products(p, count); break;
+static void multiply_panel(const Panel* p, int count) {
   switch (count) { COUNT(11) COUNT(12) COUNT(13) COUNT(14) COUNT(15) COUNT(16) }
 }
 _Static_assert(LEAST_ROWS == 24, "a group of as many rows or more has at least 11, of 33 rows");
 
-/* Whether tiles compute it: codes less zero points must be signed bytes. */
+/* Passes a panel by all groups. The first have one row more than the others, or as many. */
+static void pass_groups(Panel* p, int64_t groups) {
+  const int64_t rows = p->rows->count, larger = rows % groups;
+  float* sums = p->sums;
+  TileShapes shapes = {0};
+  for (int more = larger > 0; more >= 0; more--) {
+    const int count = (int)(rows / groups) + more;
+    p->groups = more ? larger : groups - larger;
+    p->row = more ? 0 : larger * (count + 1);
+    p->sums = sums + p->row * p->tiles * TILE;
+    shape_tiles(&shapes, 0, ACTIVATIONS, count, TILE * STEP);
+    shape_tiles(&shapes, ACTIVATIONS, WEIGHTS, count, (int)p->channels);
+    shape_tiles(&shapes, WEIGHTS, TILE_REGISTERS, (int)p->channels / STEP, TILE * STEP);
+    _tile_loadconfig(&shapes);
+    multiply_panel(p, count);
+  }
+}
+
+/* Whether tiles compute it: codes less zero points, or 128 less zero points of 8 bits, must be signed bytes. */
 static int takes_tiles(const BlockWeight* w, const BlockRows* rows, int64_t first, int64_t end) {
-  const BlockShape* k = &w->shape;
-  if (rows->count < LEAST_ROWS || k->block % PRODUCT_CHANNELS || !has_tiles()) return 0;
-  if (k->symmetric) return !k->e2m1; /* floats come in blocks of 32 */
-  if (k->bits == 8) return 0;
-  U8x16 any = {0};
+  if (rows->count < LEAST_ROWS || !has_tiles()) return 0;
+  if (w->shape.symmetric) return 1;
+  U8x16 least = (U8x16){0} - 1, most = {0};
   for (int64_t at = first * w->blocks; at < end * w->blocks; at++) {
     U8x16 zeros;
     memcpy(&zeros, w->zero_points + at * TILE, sizeof zeros);
-    any |= zeros;
+    least = __builtin_elementwise_min(least, zeros), most = __builtin_elementwise_max(most, zeros);
   }
-  return __builtin_reduce_max(any) < 128;
+  return w->shape.bits == 8 ? __builtin_reduce_min(least) > 0 : __builtin_reduce_max(most) < 128;
 }
 
 /* What `multiply_rows` does, by tiles. 0: there is no memory. */
-static int multiply_by_tiles(const BlockWeight* w, const BlockRows* rows, int64_t first, int64_t end, float* to_y,
+static int multiply_by_tiles(const BlockWeight* w, const BlockRows* rows, int64_t first, int64_t end, float* y,
                              LaneMax* max) {
   const BlockShape* k = &w->shape;
-  const int64_t chunk = CHUNK_CHANNELS > k->block ? CHUNK_CHANNELS / k->block : 1, code_bytes = chunk * k->block * TILE;
-  const int64_t groups = (rows->count + TILE_ROWS - 1) / TILE_ROWS, bytes = tile_bytes(k);
-  const int64_t chunks = (w->blocks + chunk - 1) / chunk, stride = row_bytes(k->K);
-  char* memory = scratch(SCRATCH_TILES, RUN_TILES * (code_bytes + (chunk + rows->count) * TILE * sizeof(float)));
+  const int64_t most = CHUNK_CHANNELS > k->block ? CHUNK_CHANNELS / k->block : 1;
+  const int64_t chunks = (w->blocks + most - 1) / most, most_tiles = smaller(RUN_TILES, end - first);
+  const int64_t codes = most_tiles * most * k->block * TILE, rests = most_tiles * most * TILE * STEP;
+  const int64_t scales = most_tiles * most * TILE, sums = most_tiles * rows->count * TILE;
+  char* memory = scratch(SCRATCH_TILES, codes + rests + (scales + sums) * sizeof(float));
   if (!memory) return 0;
-  int8_t* codes = (int8_t*)memory;
-  float *scales = (float*)(memory + RUN_TILES * code_bytes), *sums = scales + RUN_TILES * chunk * TILE;
-  TileShapes shapes = {0};
-  shape_tiles(&shapes, WEIGHTS, TILE_REGISTERS, TILE_ROWS, TILE * STEP);
-  int configured = 0;
+  const int64_t groups = (rows->count + TILE_ROWS - 1) / TILE_ROWS, bytes = tile_bytes(k);
   for (int64_t begin = first; begin < end; begin += RUN_TILES) {
-    const int64_t stop = smaller(begin + RUN_TILES, end), tiles = stop - begin;
+    const int64_t stop = smaller(begin + RUN_TILES, end), tiles = stop - begin, portions = groups * tiles;
     /* The next run, or that of another part, is prefetched in as many portions as groups pass tiles. */
     const int64_t left = stop < end ? end - stop : smaller(end - first, w->tiles + w->after - stop);
-    const int64_t next = smaller(RUN_TILES, left), portions = groups * chunks * tiles;
+    const int64_t next = smaller(RUN_TILES, left);
     const char* from = (const char*)w->codes + stop * bytes;
     Ahead ahead = {from, from + next * bytes, (next * bytes / 64 + portions - 1) / portions};
-    memset(sums, 0, rows->count * tiles * TILE * sizeof *sums);
-    for (int64_t b = 0; b < w->blocks; b += chunk) {
-      const int64_t last = smaller(b + chunk, w->blocks);
+    for (int64_t c = 0; c < chunks; c++) {
+      const int64_t block = w->blocks * c / chunks, blocks = w->blocks * (c + 1) / chunks - block;
+      int8_t *to_codes = (int8_t*)memory, *to_rests = to_codes + codes;
+      float* to_scales = (float*)(to_rests + rests);
       for (int64_t t = 0; t < tiles; t++)
-        unpack(w, codes + t * code_bytes, scales + t * chunk * TILE, begin + t, b, last);
-      for (int64_t g = 0; g < groups; g++) {
-        const int64_t row = rows->count * g / groups;
-        const int count = (int)(rows->count * (g + 1) / groups - row);
-        if (count != configured) {
-          shape_tiles(&shapes, 0, WEIGHTS, count, TILE_ROW_BYTES); /* sums and activations */
-          _tile_loadconfig(&shapes);
-          configured = count;
-        }
-        for (int64_t t = 0; t < tiles; t++) {
-          float* y = sums + (row * tiles + t * count) * TILE;
-          const Chunk part = {last - b,
-                              k->block,
-                              stride,
-                              rows->stride,
-                              rows->codes + row * stride + b * k->block,
-                              codes + t * code_bytes,
-                              scales + t * chunk * TILE,
-                              rows->scales + b * rows->stride + row};
-          prefetch_some(&ahead);
-          add_group(&part, y, count);
-          if (last < w->blocks) continue;
-          const Columns to = columns_of(w, begin + t);
-          for (int64_t m = 0; m < count; m++) write_outputs(w, &to, load(y + m * TILE), row + m, to_y, max);
-        }
-      }
+        unpack(w, to_codes + t * blocks * k->block * TILE, to_rests + t * blocks * TILE * STEP,
+               to_scales + t * blocks * TILE, begin + t, block, block + blocks);
+      Panel p = {.w = w, .rows = rows, .tile = begin, .tiles = tiles, .block = block, .blocks = blocks};
+      p.codes = to_codes, p.rests = k->bits == 8 && !k->symmetric ? to_rests : NULL;
+      p.scales = to_scales, p.sums = to_scales + scales, p.y = y, p.max = max, p.ahead = &ahead;
+      /* As many as a register has, or what divides a block. */
+      p.channels = smaller(k->block & -k->block, TILE_ROW_BYTES);
+      pass_groups(&p, groups);
     }
   }
   _tile_release();
