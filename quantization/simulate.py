@@ -23,8 +23,7 @@ from quantization.input_scale import InputScale
 from quantization.reference import InputGrid, input_hook
 from quantization.units import EMBEDDING, HEAD
 from tapeout.artifact import Artifact
-from tapeout.layer_stream import decoder_layers
-from tapeout.mapped_model import open_model
+from tapeout.mapped_model import decoder_layers, open_model
 from tapeout.mapped_weights import weight_at_call
 from tapeout.operators import state_changed
 from tapeout.operators.operator import StateChange
