@@ -26,10 +26,14 @@ Schemes = dict[str, Scheme]  # by group name, and EMBEDDING; fitted
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a plan chooses from, as its target has kernels: schemes of linears, and how keys and values are kept."""
+    """What a plan chooses from, as its target has kernels.
+
+    Schemes of linears, how keys and values are kept, and the state of recurrences.
+    """
 
     schemes: tuple[Scheme, ...] = CANDIDATE_SCHEMES
     caches: tuple[KVCache, ...] = CACHE_CANDIDATES
+    states: tuple[str, ...] = ("float32", "bfloat16")
 
 
 ALL_CANDIDATES = Candidates()
