@@ -73,6 +73,7 @@ class Capabilities:
 
     libraries: tuple[str, ...]  # distributions whose versions enter the fingerprint
     kv_dtypes: tuple[str, ...]
+    recurrent_dtypes: tuple[str, ...] = ("float32",)  # of the state of recurrences
     activations: tuple[Activations, ...] = ("float", "int8")  # of quantized linears, that engines compute or leave out
     compilers: tuple[str, ...] = ()  # distributions that compile its kernels; a build needs them, an engine does not
     float_type: str = "fp32"  # where the plan decides: of a KV cache that is not quantized

@@ -7,7 +7,7 @@ so ``rounds`` keep what was measured of it.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from quantization.plan_solver import Round
 from tapeout.artifact import Frozen, ParentTypes, Record
@@ -39,6 +39,12 @@ class CachePlan(PlanPart):
     settings: KVCache
 
 
+class StatePlan(PlanPart):
+    """Of recurrences, as the model keeps it: float32 where it has none, whatever was asked."""
+
+    dtype: Literal["float32", "bfloat16"]
+
+
 class Search(Frozen):
     """How a plan was chosen: what was asked for, what it stands on, and what was measured of whole plans."""
 
@@ -60,7 +66,7 @@ class Search(Frozen):
 
 class PrecisionPlan(Record):
     artifact_type: ClassVar[str] = "PrecisionPlan"
-    schema_version: ClassVar[int] = 4  # 4: whether times were measured
+    schema_version: ClassVar[int] = 5  # 5: how the state of recurrences is kept
     remedy: ClassVar[str] = "run `dvc repro plan`"
     parent_types: ClassVar[ParentTypes] = {
         "graph": ("PortableGraph",),
@@ -72,6 +78,7 @@ class PrecisionPlan(Record):
     units: tuple[UnitPlan, ...]  # every linear but the head
     embeddings: UnitPlan  # and the head
     kv_cache: CachePlan
+    recurrent_state: StatePlan
     search: Search | None  # None: the plan is written in the recipe
 
     @property
@@ -142,11 +149,10 @@ def table(plan: PrecisionPlan) -> list[tuple[str, ...]]:
         reason="" if search is None else f"{search.joint_kl:.5f} at once, of {search.max_kl:g}",
     )
     rows = [row(unit, unit.scheme.name) for unit in units]
-    kept = plan.asked.recurrent_state
-    state = PlanPart(name="recurrent state", reason="written in the recipe")
+    state = plan.recurrent_state
     return [
         *rows,
         row(cache, cache.settings.name),
-        *([row(state, kept)] if kept != "float32" else []),
+        *([row(state, state.dtype)] if plan.asked.recurrent_state != "float32" else []),
         row(together, ""),
     ]

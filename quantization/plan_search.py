@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from quantization.plan import (
     CachePlan,
     PrecisionPlan,
     Search,
+    StatePlan,
     UnitPlan,
     decisive,
     summary,
@@ -33,6 +34,7 @@ from quantization.plan import (
 )
 from quantization.plan_solver import Chosen, Goal, Option, PlanBudget, PlanChoice, Workload, settle
 from quantization.plan_solver import frontier as best_plans
+from quantization.recurrent_state import kept_in, rounds_states
 from quantization.sensitivity import Sensitivity
 from quantization.statistics import held_out
 from quantization.units import (
@@ -62,8 +64,13 @@ if TYPE_CHECKING:
     from quantization.simulate import Simulated
 
 EMBEDDINGS, KV_CACHE = "embeddings", "KV cache"  # units beside those of linears
+RECURRENT_STATE = "recurrent state"
+STATE_TOKENS = 1024  # of the text that states in bfloat16 are measured on, as far as there are so many
+STATE_SHARE = 0.1  # of the plan's budget of KL; what it costs is then taken from the budget
+STATE_KL = 0.001  # half of what the gate allows any one document (gate.max_parity_state_kl)
 EMBEDDING_GROUPS = (EMBEDDING, HEAD)
 AS_WRITTEN = "written in the recipe"
+NO_RECURRENCE = "convolutions alone, or nothing: what they keep stays in float32"
 CHECK_SAMPLES = 2  # times plan.samples, as far as there are so many: one KL of a whole plan decides
 
 
@@ -86,7 +93,7 @@ def make_plan(
     :class:`QuantizationError` for sensitivities of another graph or calibration, for budgets no plan keeps to, and for
     a type of recurrent state where the model has none: the gate would wait for evidence of it.
     """
-    if wanted.recurrent_state != "float32" and not any(isinstance(one, Recurrent) for one in graph.record.state):
+    if wanted.recurrent_state == "bfloat16" and not any(isinstance(one, Recurrent) for one in graph.record.state):
         raise QuantizationError(
             f"plan.recurrent_state is {wanted.recurrent_state}, but the model has no recurrent state",
             expected="a model with recurrences (docs/models.md), or float32",
@@ -103,12 +110,13 @@ def make_plan(
         if wanted.schemes == "auto":
             heldout = held_out(calibration, samples)
             menus = _Menus.of(wanted, graph.record, candidates)
+            state = choose_state(wanted, graph, candidates, heldout, progress)
             record, points = _chosen(
-                wanted, settings, graph, calibration, sensitivity.record, costs, menus, heldout, progress
+                wanted, settings, graph, calibration, sensitivity.record, costs, menus, state, heldout, progress
             )
             (draft.folder / FRONTIER_FILE).write_text(frontier.table(points))
         else:
-            record = _written(wanted, graph.record, costs)
+            record = _written(wanted, graph, costs)
         (draft.folder / PLAN_FILE).write_text(text(record))
         draft.finish(record, parents=parents | {"sensitivity": sensitivity.ref})
     return artifact.load(folder, PrecisionPlan)
@@ -122,20 +130,22 @@ def write_plan(wanted: Plan, graph: Artifact[PortableGraph], folder: Path) -> Ar
     assert wanted.schemes != "auto"
     units = (_unit(name, (name,), scheme) for name, scheme in resolve(graph.record, wanted.schemes).items())
     with artifact.create(folder, PrecisionPlan) as draft:
-        draft.finish(_as_written(wanted, units), parents={"graph": graph})
+        draft.finish(_as_written(wanted, graph, units), parents={"graph": graph})
     return artifact.load(folder, PrecisionPlan)
 
 
-def _written(wanted: Plan, graph: PortableGraph, costs: CostTable) -> PrecisionPlan:
+def _written(wanted: Plan, graph: Artifact[PortableGraph], costs: CostTable) -> PrecisionPlan:
     assert wanted.schemes != "auto" and wanted.embeddings != "auto"
-    schemes, units = resolve(graph, wanted.schemes), list[UnitPlan]()
-    for unit in written_units(graph, schemes):
+    schemes, units = resolve(graph.record, wanted.schemes), list[UnitPlan]()
+    for unit in written_units(graph.record, schemes):
         groups, scheme = tuple(group.name for group in unit.groups), schemes[unit.groups[0].name]
         units.append(_unit(unit.name, groups, scheme, costs.linears(unit.groups, scheme).bytes))
-    return _as_written(wanted, units, costs.embeddings(graph, wanted.embeddings).bytes)
+    return _as_written(wanted, graph, units, costs.embeddings(graph.record, wanted.embeddings).bytes)
 
 
-def _as_written(wanted: Plan, units: Iterable[UnitPlan], embedding_bytes: int | None = None) -> PrecisionPlan:
+def _as_written(
+    wanted: Plan, graph: Artifact[PortableGraph], units: Iterable[UnitPlan], embedding_bytes: int | None = None
+) -> PrecisionPlan:
     """``embedding_bytes``: of embedding and lm_head."""
     assert wanted.embeddings != "auto" and wanted.kv_cache != "auto"
     return PrecisionPlan(
@@ -143,8 +153,44 @@ def _as_written(wanted: Plan, units: Iterable[UnitPlan], embedding_bytes: int | 
         units=tuple(units),
         embeddings=_unit(EMBEDDINGS, EMBEDDING_GROUPS, wanted.embeddings, embedding_bytes),
         kv_cache=CachePlan(name=KV_CACHE, settings=wanted.kv_cache, reason=AS_WRITTEN),
+        recurrent_state=_written_state(wanted, graph),
         search=None,
     )
+
+
+def _written_state(wanted: Plan, graph: Artifact[PortableGraph]) -> StatePlan:
+    if wanted.recurrent_state != "bfloat16" or rounds_states(graph):
+        assert wanted.recurrent_state != "auto"
+        return StatePlan(name=RECURRENT_STATE, dtype=wanted.recurrent_state, reason=AS_WRITTEN)
+    return StatePlan(name=RECURRENT_STATE, dtype="float32", reason=NO_RECURRENCE)
+
+
+def choose_state(
+    wanted: Plan,
+    graph: Artifact[PortableGraph],
+    candidates: Candidates,
+    heldout: Sequence[Sequence[int]],
+    progress: Callable[[str], None],
+) -> StatePlan:
+    """As written, or bfloat16 where the target has it and it costs little over one long text of held-out samples."""
+    if wanted.recurrent_state != "auto":
+        return _written_state(wanted, graph)
+    if not rounds_states(graph):
+        return StatePlan(name=RECURRENT_STATE, dtype="float32", reason=NO_RECURRENCE)
+    if "bfloat16" not in candidates.states:
+        return StatePlan(name=RECURRENT_STATE, dtype="float32", reason="the target has no other")
+    from quantization.simulate import POSITIONS, Simulation
+
+    text = [token for sample in heldout for token in sample][: min(graph.record.max_positions, STATE_TOKENS)]
+    progress(f"states of recurrences in bfloat16 are measured over {len(text)} tokens")
+    units = [*units_of(graph.record, wanted.layers_per_group)]
+    needs = simulation_needs(graph.record, units, len(text), POSITIONS, plans=False)
+    require("measuring states in bfloat16", needs, graph.folder)
+    kl = Simulation(graph, [text], ()).state_kl()
+    most = min(STATE_KL, STATE_SHARE * wanted.max_kl)
+    reason = f"bfloat16 costs a KL of {kl:.5f} over {len(text)} tokens; up to {most:g} it is taken"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if kl <= most else "float32"
+    return StatePlan(name=RECURRENT_STATE, dtype=dtype, kl=kl if dtype == "bfloat16" else 0.0, reason=reason)
 
 
 def _unit(name: str, groups: tuple[str, ...], scheme: Scheme, size: int | None = None) -> UnitPlan:
@@ -159,12 +205,13 @@ def _chosen(
     sensitivity: Sensitivity,
     costs: CostTable,
     menus: _Menus,
+    state: StatePlan,
     heldout: Sequence[Sequence[int]],
     progress: Callable[[str], None],
 ) -> tuple[PrecisionPlan, tuple[FrontierPoint, ...]]:
     workload = Workload(shares=workload_of(wanted))
     minimize: Goal = "bytes" if wanted.goal == "memory" else "seconds"
-    options = _options(menus, graph.record, sensitivity, costs)
+    options = _options(menus, kept_in(graph, state.dtype), sensitivity, costs)
     check = heldout[wanted.samples : wanted.samples * (1 + CHECK_SAMPLES)]
     whole = _Whole(settings, graph, calibration, menus, check)
 
@@ -172,7 +219,8 @@ def _chosen(
         progress(f"a plan of predicted KL {chosen.kl:.4f} is measured as a whole")
         return whole.kl({choice.unit: choice.option for choice in chosen.choices})
 
-    settled = settle(options, workload, PlanBudget(wanted.max_kl, wanted.max_bytes), minimize, joint_kl=joint_kl)
+    budget = PlanBudget(wanted.max_kl - (state.kl or 0.0), wanted.max_bytes)
+    settled = settle(options, workload, budget, minimize, joint_kl=joint_kl)
     chosen = settled.chosen
 
     written = {
@@ -200,6 +248,7 @@ def _chosen(
             groups=EMBEDDING_GROUPS, scheme=menus.scheme(EMBEDDINGS, embeddings.option), **part(embeddings)
         ),
         kv_cache=CachePlan(settings=menus.cache(cache.option), **part(cache)),
+        recurrent_state=state,
         search=Search(
             goal=wanted.goal,
             workload=workload.shares,

@@ -28,13 +28,10 @@ from quantization.units import HEAD, Schemes, embeddings_of, fitted_schemes, out
 from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
 from tapeout.number_format import FloatArray
-from tapeout.operators import graph_state
 from tapeout.portable_graph import PortableGraph
-from tapeout.portable_model import load_graph
 from tapeout.recipe import KVCache, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT
-from tapeout.state import Recurrent
 from tapeout.work_folder import source_hash, work_folder
 
 _REPLACED = re.compile(r"(.*\.safetensors|.*\.safetensors\.index\.json|.*\.onnx(\.data)?|record\.json|config\.json)")
@@ -103,22 +100,13 @@ def quantize(
             asked=settings,
             linears=tuple(reports),
             kv_cache=KVScheme(dtype=kv_cache.dtype, granularity=kv_cache.granularity),
-            recurrent_state=_kept_state(graph, plan.record.asked.recurrent_state),
+            recurrent_state=plan.record.recurrent_state.dtype,
             proof=proof,
             source_bytes=sum(source.stored_bytes(name) for name in source.names()),
             notes=tuple(notes),
         )
         draft.finish(record, parents={"graph": graph, "calibration": calibration, "plan": plan})
     return load(folder, QuantizedModel)
-
-
-def _kept_state(graph: Artifact[PortableGraph], asked: str) -> str:
-    """How the model keeps the state of recurrences: float32 where it has none, whatever the plan says."""
-    if asked == "float32":
-        return asked
-    states = graph_state(load_graph(graph.folder / "model.onnx").graph, "float32", asked)
-    kept = {tensor.dtype for state in states if isinstance(state, Recurrent) for tensor in state.tensors}
-    return asked if asked in kept else "float32"
 
 
 def _source_weight(graph: PortableGraph, source: Checkpoint, name: str) -> FloatArray:

@@ -87,7 +87,7 @@ class QuantizedReference:
 
     def _states_kept(self) -> AbstractContextManager[None]:
         """States of recurrences as the engine keeps them. Around whatever else looks at them."""
-        return computed_by_token(self.model, _to_bfloat16) if self._rounds_states else nullcontext()
+        return computed_by_token(self.model, to_bfloat16) if self._rounds_states else nullcontext()
 
     def _logits(self, tokens: Sequence[int]) -> FloatArray:
         rounded = experts_changed(self.model, self._round_inputs) if self._mixtures else nullcontext()
@@ -191,7 +191,7 @@ class QuantizedReference:
         return round_to_grid(kept, scale, self.kv_dtype)
 
 
-def _to_bfloat16(state: Tensor) -> Tensor:
+def to_bfloat16(state: Tensor) -> Tensor:
     """The nearest one, of two as near the larger magnitude, as kernels round."""
     bits = state.contiguous().view(torch.int32)
     return ((bits + 0x8000) & -0x10000).view(torch.float32)

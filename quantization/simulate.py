@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from quantization.input_scale import InputScale
-from quantization.reference import InputGrid, input_hook
+from quantization.reference import InputGrid, input_hook, to_bfloat16
 from quantization.units import EMBEDDING, HEAD
 from tapeout.artifact import Artifact
-from tapeout.layer_stream import decoder_layers
-from tapeout.mapped_model import open_model
+from tapeout.mapped_model import decoder_layers, open_model
 from tapeout.mapped_weights import weight_at_call
-from tapeout.operators import state_changed
+from tapeout.operators import computed_by_token, state_changed
 from tapeout.operators.operator import StateChange
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.quantized import QuantizedWeight
@@ -93,6 +92,11 @@ class Simulation:
             logits = self._run(kv)
             divergences = [float(exact.divergence(rows).sum()) for exact, rows in zip(self._float, logits, strict=True)]
         return max(0.0, sum(divergences) / self.positions)
+
+    def state_kl(self) -> float:
+        """The same of states of recurrences in bfloat16 alone, as an engine rounds them: after each token."""
+        with computed_by_token(self._model, to_bfloat16):
+            return self.kl({})
 
     def _float_run(self, starts: Collection[int]) -> list[Distributions]:
         def keep(start: int, _module: Any, _inputs: Any, output: Any) -> None:

@@ -26,14 +26,16 @@ Schemes = dict[str, Scheme]  # by group name, and EMBEDDING; fitted
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a plan chooses from, as its target has kernels: schemes of linears, and how keys and values are kept.
+    """What a plan chooses from, as its target has kernels.
 
-    ``int8_inputs``: of linears over integer codes, which kernels then round by token and block.
+    Schemes of linears, how keys and values are kept, and the state of recurrences. ``int8_inputs``: of linears over
+    integer codes, which kernels then round by token and block.
     """
 
     schemes: tuple[Scheme, ...] = CANDIDATE_SCHEMES
     caches: tuple[KVCache, ...] = CACHE_CANDIDATES
     int8_inputs: bool = True
+    states: tuple[str, ...] = ("float32", "bfloat16")
 
 
 ALL_CANDIDATES = Candidates()

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tapeout.errors import ModelError
-from tapeout.mapped_model import open_model
+from tapeout.mapped_model import decoder_layers, open_model
 from tapeout.mapped_weights import widened
 
 CarriedStates = dict[str, dict[Any, Any]]  # what a layer leaves in its mutable arguments for later layers, by argument
@@ -139,19 +139,6 @@ class LayerStream:
             raise _Reached
 
         return replaced
-
-
-def decoder_layers(model: Any) -> list[Any]:
-    """The list of layers that holds most of the model's parameters. :class:`ModelError` for a model without one."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not lists:
-        raise ModelError(
-            f"{type(model).__name__} has no list of {count} layers",
-            expected="a decoder whose layers are one list of modules",
-            remedy="choose a dense decoder",
-        )
-    return list(max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters())))
 
 
 def _mappings(options: dict[str, Any]) -> list[tuple[str, MutableMapping[Any, Any]]]:

@@ -27,7 +27,10 @@ def open_model(folder: Path, weights: Mapping[str, Tensor] | None = None) -> Any
 
 
 def empty_model(folder: Path) -> Any:
-    """By ``config.json``, in float32: parameters have shapes and no memory, and those that share a weight are tied."""
+    """By ``config.json``, in float32: parameters have shapes and no memory.
+
+    Embedding and lm_head are tied where they share a weight. Layers share none (:func:`unshare_layers`).
+    """
     from accelerate import init_empty_weights
     from transformers.models.auto.configuration_auto import AutoConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -37,7 +40,35 @@ def empty_model(folder: Path) -> Any:
     with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.tie_weights()
+    unshare_layers(model)
     return model
+
+
+def unshare_layers(model: Any) -> None:
+    """Give a decoder layer parameters of its own where it shares them with an earlier layer, as Zamba2's do.
+
+    Each use of a shared block has other inputs. So its linears are linears of that layer, with statistics, scales and
+    codes of their own. Values are not copied here. :class:`ModelError` as :func:`decoder_layers` has it.
+    """
+    first: dict[nn.Parameter, int] = {}
+    for number, layer in enumerate(decoder_layers(model)):
+        for module in layer.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if first.setdefault(parameter, number) != number:
+                    setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """The list of layers that holds most of the model's parameters. :class:`ModelError` for a model without one."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise ModelError(
+            f"{type(model).__name__} has no list of {count} layers",
+            expected="a decoder whose layers are one list of modules",
+            remedy="choose a dense decoder",
+        )
+    return list(max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters())))
 
 
 def fill(model: Any, weights: Mapping[str, Tensor]) -> None:

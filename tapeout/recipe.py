@@ -143,7 +143,7 @@ class Plan(Section):
     )
     embeddings: Embeddings = Scheme(bits=6, group_size=32, symmetric=True)  # and lm_head
     kv_cache: Cache = KVCache()
-    recurrent_state: Literal["float32", "bfloat16"] = "float32"  # of recurrences, one for each sequence
+    recurrent_state: Literal["float32", "bfloat16", "auto"] = "float32"  # of recurrences, one for each sequence
     context: Count = 512  # tokens in the KV cache of a sequence, where its bytes count and attention is timed
     goal: Literal["workload", "latency", "throughput", "memory"] = "workload"
     workload: dict[Count, Fraction] = Field(default={1: 0.25, 16: 0.25, 128: 0.5})  # tokens of a step: share of all
@@ -184,7 +184,8 @@ class Plan(Section):
 
     @model_validator(mode="after")
     def _chosen_beside_schemes(self) -> Plan:
-        chosen = [name for name in ("embeddings", "kv_cache") if getattr(self, name) == "auto"]
+        names = ("embeddings", "kv_cache", "recurrent_state")
+        chosen = [name for name in names if getattr(self, name) == "auto"]
         if self.schemes != "auto" and chosen:
             raise ValueError(
                 f"auto for {' and '.join(chosen)}, but schemes are written out; write all of them out, or let schemes "

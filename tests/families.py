@@ -393,8 +393,20 @@ MORE_FAMILIES: Mapping[str, Family] = {
         },
     ),
     "zamba2": Family("zamba2", {"layers_block_type": ["mamba", "hybrid"], "mamba_headdim": 16, "n_mamba_heads": 8}),
-    "zamba2-shared-blocks": Family(
-        "zamba2", {"layers_block_type": ["hybrid", "hybrid"], "mamba_headdim": 16, "n_mamba_heads": 8}
+    "zamba2-shared-blocks": Family(  # two blocks of attention and MLP, one of them at two layers, with adapters each
+        "zamba2",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["hybrid", "hybrid", "mamba", "hybrid"],
+            "num_mem_blocks": 2,
+            "attention_head_dim": 32,
+            "num_key_value_heads": 4,
+            "adapter_rank": 32,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "mamba_headdim": 16,
+            "n_mamba_heads": 8,
+        },
     ),
 }
 

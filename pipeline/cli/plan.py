@@ -13,6 +13,7 @@ from rich.text import Text
 
 from pipeline.stages.cost_table import timed
 from quantization.plan import COLUMNS, PrecisionPlan, summary, table
+from quantization.recurrent_state import kept_in
 from tapeout import artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import BaseRecipe
@@ -23,7 +24,8 @@ def run(artifacts: Path, recipe: BaseRecipe) -> tuple[dict[str, Any], Renderable
     far as they were measured on this machine before.
     """
     made = artifact.load(artifacts / "plan", PrecisionPlan)
-    plan = timed(made.record, recipe, artifact.load(artifacts / "graph", PortableGraph).record)
+    graph = artifact.load(artifacts / "graph", PortableGraph)
+    plan = timed(made.record, recipe, kept_in(graph, made.record.recurrent_state.dtype))
     return {"digest": made.digest} | plan.model_dump(mode="json"), shown(plan)
 
 

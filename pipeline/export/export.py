@@ -27,6 +27,7 @@ from tapeout.errors import ExportError
 from tapeout.file_hashes import sha256_file
 from tapeout.graph_analysis.groups import find_groups
 from tapeout.graph_analysis.rotary import find_rotary
+from tapeout.mapped_model import unshare_layers
 from tapeout.operators import graph_state
 from tapeout.operators.attention import AttentionNode
 from tapeout.portable_graph import PortableGraph
@@ -64,6 +65,7 @@ def export(
         if adapter is not None:
             progress("merging the adapter")
             merge_adapter(model, adapter, scratch / "adapter")
+        unshare_layers(model)
         model_positions = longest(model)
         positions = min(max_positions, model_positions)
         factors = fix_rotary(model, positions)

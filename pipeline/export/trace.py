@@ -23,7 +23,7 @@ import torch
 from pipeline.export.complex_products import WrittenOut
 from pipeline.export.decompose import decomposed_where_needed
 from tapeout.errors import ExportError, one_line
-from tapeout.layer_stream import decoder_layers
+from tapeout.mapped_model import decoder_layers
 from tapeout.mapped_weights import weightless
 from tapeout.operators import DOMAIN, PAST, PRESENT, operator_of, operators
 from tapeout.operators.hub_functions import functions_replaced, hub_functions

@@ -126,11 +126,11 @@ def _link(checkpoint: Path, folder: Path) -> bool:
 
 
 def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
-    """Parameters that share storage with an earlier one: ``{later name: first name}``."""
-    first: dict[int, str] = {}
+    """Names of a parameter that has an earlier one: ``{later name: first name}``."""
+    first: dict[torch.nn.Parameter, str] = {}
     aliases: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(parameter.data_ptr(), name)
+        known = first.setdefault(parameter, name)
         if known != name:
             aliases[name] = known
     return aliases

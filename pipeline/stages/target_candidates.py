@@ -10,4 +10,4 @@ FLOAT_CACHE = "float32"  # a KV cache that is not quantized, whatever floats a t
 
 def target_candidates(capabilities: Capabilities) -> Candidates:
     kept = tuple(cache for cache in CACHE_CANDIDATES if cache.dtype in (FLOAT_CACHE, *capabilities.kv_dtypes))
-    return Candidates(capabilities.schemes, kept, capabilities.int8_activations)
+    return Candidates(capabilities.schemes, kept, capabilities.int8_activations, capabilities.recurrent_dtypes)

@@ -303,6 +303,19 @@ def test_states_in_bfloat16_that_cost_too_much(half: Made, tmp_path: Path) -> No
     assert {c.name for c in judged(half, costly, 60) if c.outcome is Outcome.FAIL} == {"parity_state_kl"}
 
 
+def test_convolutions_alone_are_judged_as_in_float32_where_bfloat16_is_asked_for(tmp_path: Path) -> None:
+    """What they keep is never rounded: the gate asks for no evidence of it, and holds states to the bound of floats."""
+    made = make("lfm2", tmp_path, recurrent_state="bfloat16")
+    assert made.quantized.record.recurrent_state == "float32" and half_states(made.bundle.record.io.state) == ()
+    head = next(group.members[0] for group in made.graph.record.groups if group.name == "lm_head")
+    probe, reference = OrtProbe(made.bundle, tmp_path, threads=1), reference_of(made)
+    report = report_of(made, compare(probe, reference, words("lfm2", 4, 60, 2), head=head), 60)
+    assert report.record.states and not any("bfloat16" in problem for problem in KIND.problems(report, None))  # type: ignore[arg-type]
+    checks = KIND.judge(report, None, ParityBounds(min_documents=4)).checks  # type: ignore[arg-type]
+    assert "parity_state_error" in {check.name for check in checks}
+    assert {check.name for check in checks if check.outcome is Outcome.FAIL} == set()
+
+
 def test_evidence_of_states_in_float32_says_nothing_of_an_engine_with_bfloat16(half: Made, tmp_path: Path) -> None:
     """Planted: the reference keeps states in float32, as if the quantized model said so."""
     head = next(group.members[0] for group in half.graph.record.groups if group.name == "lm_head")

@@ -230,10 +230,10 @@ DEFECTS = {
     ),
     "the epsilon is left out": Defect("norm_rows.c", "(float)K + w->epsilon", "(float)K", "NormRows.*expected"),
     "a sequence begins with what its row of the state held": Defect(
-        "causal_conv.c", "if (w->starts[sequence])", "if (1)", "CausalConv.*expected"
+        "causal_conv.c", "w->starts[sequence] ? load_some(", "1 ? load_some(", "CausalConv.*expected"
     ),
     "a window loses a token": Defect(
-        "causal_conv.c", "k + 1 < K; k++) window[k]", "k + 2 < K; k++) window[k]", "CausalConv.*(expected|last tokens)"
+        "causal_conv.c", "k + 2 < K; k++) rows[k] =", "k + 3 < K; k++) rows[k] =", "CausalConv.*(expected|last tokens)"
     ),
     "the row of the state is a neighbour's": Defect(
         "causal_conv.c", "(int64_t)w->slots[sequence] *", "sequence *", "CausalConv.*(expected|changed|last tokens)"
@@ -248,7 +248,7 @@ DEFECTS = {
         "causal_conv.c", "w->slots[b] >= rows", "w->slots[b] > rows", "AddressSanitizer|accepted|SEGV"
     ),
     "the last channels are a whole vector": Defect(
-        "causal_conv.c", "end - i < LANES ? end - i : LANES", "LANES", "heap-buffer-overflow"
+        "causal_conv.c", "1, channels % LANES, w->K)", "1, LANES, w->K)", "heap-buffer-overflow"
     ),
     "there may be any number of taps": Defect(
         "causal_conv.c", "weight.dims[0] > MOST_TAPS ||", "", "out of bounds|accepted|AddressSanitizer"
@@ -293,7 +293,10 @@ DEFECTS = {
         "float_linear.c", "left < LANES ? left : LANES;", "left < 0 ? left : LANES;", "heap-buffer-overflow"
     ),
     "the state keeps what is convolved without its gate": Defect(
-        "causal_conv.c", "window[K - 1] *= factor;", "", "CausalConv.*(expected|last tokens)"
+        "causal_conv.c",
+        "store(rows[0] + i, newest);",
+        "store(rows[0] + i, load_some(x + i, count));",
+        "CausalConv.*(expected|last tokens)",
     ),
     "the first column of a convolution is not checked": Defect(
         "causal_conv.c", "|| x.dims[x.rank - 1] - C < k->first)", ")", "AddressSanitizer|accepted|SEGV|runtime error"

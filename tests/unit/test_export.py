@@ -13,9 +13,10 @@ from pipeline.export.trace import trace
 from pipeline.export.weights import bind_weights, tied_parameters
 from quantization.compressed_tensors import open_checkpoint
 from tapeout.errors import ExportError
+from tapeout.mapped_model import unshare_layers
 from tests.exported import build_float, family_graph
 from tests.families import FAMILIES, LAYERS, VOCAB_SIZE, export_family, random_model, save_checkpoint
-from tests.family_engines import PROMPTS, largest_errors
+from tests.family_engines import PROMPTS, largest_errors, transformers_logits, words
 
 TOLERANCE = 1e-3  # of the issue; what is measured is near 1e-6
 
@@ -36,6 +37,28 @@ def test_a_family_keeps_its_logits_in_the_graph_and_in_the_engine(name: str, tmp
 def test_a_head_that_is_not_tied_is_told_from_one_that_is(tmp_path: Path) -> None:
     assert tied_parameters(random_model("llama")) == {}
     assert tied_parameters(random_model("qwen2")) == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_a_block_that_layers_share_is_linears_of_each_layer(tmp_path: Path) -> None:
+    """zamba2's blocks of attention and MLP, each use with adapters and a state of its own."""
+    model = random_model("zamba2-shared-blocks")
+    tokens = words("zamba2-shared-blocks", 1, 12, 0)[0]
+    logits, first, later = transformers_logits(model, tokens), "model.layers.0.", "model.layers.3."
+    tied = tied_parameters(model)
+    assert tied[f"{later}shared_transformer.self_attn.q_proj.weight"].startswith(first)
+    unshare_layers(model)
+    assert not any(name.startswith("model.layers.") for name in tied_parameters(model))
+    assert (transformers_logits(model, tokens) == logits).all()
+    graph = family_graph("zamba2-shared-blocks")
+    assert graph.record.cached_layers == (0, 1, 3)
+    names = [name for group in graph.record.groups for name in group.members if "shared_transformer" in name]
+    of_first, of_later = ([name for name in names if name.startswith(layer)] for layer in (first, later))
+    assert of_first and len(of_first) == len(of_later)  # its own adapters alone
+    bundle = build_float(graph, tmp_path / "bundle", slots=len(PROMPTS))
+    assert all(
+        error < TOLERANCE
+        for error in largest_errors(bundle, random_model("zamba2-shared-blocks"), "zamba2-shared-blocks").values()
+    )
 
 
 def test_names_of_a_first_release_give_way_to_those_the_graph_carries() -> None:

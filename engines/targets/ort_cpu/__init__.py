@@ -43,6 +43,7 @@ class OrtCpu(GraphTarget):
     capabilities = Capabilities(
         libraries=("onnxruntime",),
         kv_dtypes=("float32", "int8", "int4"),
+        recurrent_dtypes=("float32", "bfloat16"),
         compilers=(COMPILER,),
         parity_probe=True,
         int8_activations=True,

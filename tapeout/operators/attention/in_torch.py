@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tapeout.layer_stream import decoder_layers
+from tapeout.mapped_model import decoder_layers
 from tapeout.operators.attention.interface import attention_replaced
 
 # (layer, key, value) -> (key, value), each [B, H, S, D], after the rotary embedding

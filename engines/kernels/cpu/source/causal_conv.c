@@ -12,7 +12,7 @@
 #include "ort.h"
 #include "vector.h"
 
-enum { MAX_RANK = 8, MOST_TAPS = 16, AT_ONCE = 256 /* channels of a job */ };
+enum { MAX_RANK = 8, MOST_TAPS = 16, AT_ONCE = 256 /* channels of a job */, AHEAD = 2 /* tokens */ };
 
 typedef struct {
   Base base;
@@ -29,41 +29,65 @@ typedef struct {
   const int32_t *offsets, *starts, *slots;
 } Work;
 
-/* Some channels of one sequence. `count`: LANES, or fewer at the end, whose vectors are filled up with zeros. */
-static void convolve(const Work* w, int64_t sequence, int64_t first, int64_t count) {
-  const int64_t C = w->C, K = w->K;
+/* `count` floats, LANES of them or fewer; the others are zeros. */
+INLINE F32x16 load_some(const float* from, int64_t count) {
+  F32x16 x = {0};
+  memcpy(&x, from, count * sizeof(float));
+  return x;
+}
+
+/* `vectors` of channels of one sequence from `first` on, `count` in each: LANES, or fewer of the last. All of them of a
+   token before the next token: tokens lie far apart, and no processor foresees that. `K`: the taps. */
+INLINE void convolve(const Work* w, int64_t sequence, int64_t first, int64_t vectors, int64_t count, const int64_t K) {
+  const int64_t C = w->C, W = w->W, end = w->offsets[sequence + 1];
   const size_t bytes = count * sizeof(float);
   float* kept = w->state + (int64_t)w->slots[sequence] * (K - 1) * C + first;
-  F32x16 taps[MOST_TAPS] = {0}, window[MOST_TAPS] = {0}, bias = {0};
-  for (int64_t k = 0; k < K; k++) memcpy(&taps[k], w->weight + k * C + first, bytes);
-  if (w->bias) memcpy(&bias, w->bias + first, bytes);
-  if (w->starts[sequence])
-    for (int64_t k = 0; k + 1 < K; k++) memcpy(&window[k], kept + k * C, bytes);
-  for (int64_t token = w->offsets[sequence]; token < w->offsets[sequence + 1]; token++) {
-    const float* x = w->x + token * w->W + first;
-    F32x16 factor = {0}, after = {0};
-    memcpy(&window[K - 1], x, bytes);
-    if (w->gated) {
-      memcpy(&factor, x - 2 * C, bytes);
-      memcpy(&after, x - C, bytes);
-      window[K - 1] *= factor;
-    }
-    F32x16 sum = bias;
-    for (int64_t k = 0; k < K; k++) sum = vfma(taps[k], window[k], sum);
-    if (w->silu) sum = silu(sum);
-    if (w->gated) sum *= after;
-    memcpy(w->y + token * C + first, &sum, bytes);
-    for (int64_t k = 0; k + 1 < K; k++) window[k] = window[k + 1];
+  float window[MOST_TAPS - 1][AT_ONCE], *rows[MOST_TAPS]; /* of the tokens before, the oldest first */
+  for (int64_t k = 0; k + 1 < K; k++) {
+    rows[k] = window[k];
+    for (int64_t i = 0; i < vectors; i++)
+      store(window[k] + i * LANES, w->starts[sequence] ? load_some(kept + k * C + i * LANES, count) : (F32x16){0});
   }
-  for (int64_t k = 0; k + 1 < K; k++) memcpy(kept + k * C, &window[k], bytes);
+  for (int64_t token = w->offsets[sequence]; token < end; token++) {
+    const float* x = w->x + token * W + first;
+    float* y = w->y + token * C + first;
+    const int64_t ahead = token + AHEAD < end ? AHEAD * W : 0;
+    for (int64_t i = 0; i < vectors * LANES; i += LANES) {
+      F32x16 newest = load_some(x + i, count), after = {0};
+      __builtin_prefetch(x + i + ahead);
+      if (w->gated) {
+        newest *= load_some(x + i - 2 * C, count), after = load_some(x + i - C, count);
+        __builtin_prefetch(x + i - 2 * C + ahead), __builtin_prefetch(x + i - C + ahead);
+      }
+      F32x16 sum = w->bias ? load_some(w->bias + first + i, count) : (F32x16){0};
+      for (int64_t k = 0; k + 1 < K; k++)
+        sum = vfma(load_some(w->weight + k * C + first + i, count), load(rows[k] + i), sum);
+      sum = vfma(load_some(w->weight + (K - 1) * C + first + i, count), newest, sum);
+      store(rows[0] + i, newest);
+      if (w->silu) sum = silu(sum);
+      if (w->gated) sum *= after;
+      memcpy(y + i, &sum, bytes);
+    }
+    float* written = rows[0];
+    for (int64_t k = 0; k + 2 < K; k++) rows[k] = rows[k + 1];
+    rows[K - 2] = written;
+  }
+  for (int64_t k = 0; k + 1 < K; k++)
+    for (int64_t i = 0; i < vectors * LANES; i += LANES) memcpy(kept + k * C + i, rows[k] + i, bytes);
 }
 
 static void convolve_job(void* state, size_t number) {
   const Work* w = state;
   const int64_t sequence = (int64_t)number / w->jobs, begin = (int64_t)number % w->jobs * AT_ONCE;
-  const int64_t end = begin + AT_ONCE < w->C ? begin + AT_ONCE : w->C;
+  const int64_t channels = w->C - begin < AT_ONCE ? w->C - begin : AT_ONCE, whole = channels / LANES;
   if (w->offsets[sequence] == w->offsets[sequence + 1]) return; /* no new tokens: its state stays */
-  for (int64_t i = begin; i < end; i += LANES) convolve(w, sequence, i, end - i < LANES ? end - i : LANES);
+  if (whole && w->K == 4)
+    convolve(w, sequence, begin, whole, LANES, 4);
+  else if (whole && w->K == 3)
+    convolve(w, sequence, begin, whole, LANES, 3);
+  else if (whole)
+    convolve(w, sequence, begin, whole, LANES, w->K);
+  if (channels % LANES) convolve(w, sequence, begin + whole * LANES, 1, channels % LANES, w->K);
 }
 
 /* Whether every sequence lies within the tokens, and has a row of the state; the engine gives each its own. */
