@@ -134,10 +134,8 @@ DEFECTS = {
     "registers have the rows of the smallest groups": (
         plain,
         (
-            (
-                "shape_tiles(&shapes, 0, ACTIVATIONS, count,",
-                "shape_tiles(&shapes, 0, ACTIVATIONS, (int)(rows / groups),",
-            ),
+            ("0, ACTIVATIONS, count,", "0, ACTIVATIONS, (int)(rows / groups),"),
+            ("ACTIVATIONS, WEIGHTS, count,", "ACTIVATIONS, WEIGHTS, (int)(rows / groups),"),
         ),
     ),
     "a block has the scales of its neighbour": (

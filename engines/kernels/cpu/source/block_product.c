@@ -522,7 +522,7 @@ static int takes_tiles(const BlockWeight* w, const BlockRows* rows, int64_t firs
 static int multiply_by_tiles(const BlockWeight* w, const BlockRows* rows, int64_t first, int64_t end, float* y,
                              LaneMax* max) {
   const BlockShape* k = &w->shape;
-  const int64_t most = CHUNK_CHANNELS > k->block ? CHUNK_CHANNELS / k->block : 1;
+  const int64_t most = CHUNK_CHANNELS > k->block ? smaller(CHUNK_CHANNELS / k->block, w->blocks) : 1;
   const int64_t chunks = (w->blocks + most - 1) / most, most_tiles = smaller(RUN_TILES, end - first);
   const int64_t codes = most_tiles * most * k->block * TILE, rests = most_tiles * most * TILE * STEP;
   const int64_t scales = most_tiles * most * TILE, sums = most_tiles * rows->count * TILE;
