@@ -78,12 +78,6 @@ DEFECTS = {
     "the value cache is not checked": Defect(
         "cached_attention.c", "!values->present || values->rank != 4", "0", "null pointer|SEGV|accepted"
     ),
-    "the channels of a cache are not checked": Defect(
-        "cached_attention.c",
-        "return channels % LANES || channels > LARGEST_HEAD ? 0 : channels;",
-        "return channels;",
-        "heap-buffer-overflow|accepted",
-    ),
     "the size of sines is not checked": Defect(
         "cached_attention.c", "!holds(sines, FLOAT, cosines->elements)", "!sines->present", "overflow|accepted"
     ),
