@@ -324,6 +324,25 @@ def test_answers_of_a_tenant_that_takes_much_more_rest_while_a_prompt_of_another
     assert fed(1.0 + made.limits.rest_seconds) == {"quiet": 8, **decoding}
 
 
+def test_answers_of_a_tenant_that_takes_much_more_do_not_rest_for_a_prompt_of_a_lower_priority() -> None:
+    """Planted: shares count across priorities, though only tenants of one priority have them."""
+    made = scheduler(256, step_tokens=16)
+    made.add(GenerateRequest("loud", [1] * 40, 20, tenant="loud"), 1.0)
+    while made.waiting or made.feeds_prompts:
+        advance(made, 1.0)
+    made.add(GenerateRequest("quiet", [9] * 40, 1, tenant="quiet", priority=1), 1.0)
+    assert {work.id: len(work.tokens) for work in made.plan(1.0)} == {"loud": 1, "quiet": 15}
+
+
+def test_a_prompt_of_a_tenant_that_takes_much_more_does_not_rest_for_one_of_a_lower_priority() -> None:
+    """Planted: as above."""
+    made = scheduler(256, step_tokens=16)
+    made.add(GenerateRequest("loud", [1] * 40, 1, tenant="loud"), 1.0)
+    advance(made, 1.0)
+    made.add(GenerateRequest("quiet", [9] * 8, 1, tenant="quiet", priority=1), 1.0)
+    assert {work.id: len(work.tokens) for work in made.plan(1.0)} == {"loud": 16}
+
+
 def test_answers_of_tenants_with_a_request_each_go_on_beside_the_prompt_of_a_new_one() -> None:
     """Planted: each of them takes much more than one that has just come and had nothing, so all of them rest."""
     made, decoding = scheduler(256, step_tokens=32), {f"one{number}": 1 for number in range(12)}
