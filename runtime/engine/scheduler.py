@@ -283,13 +283,19 @@ class Scheduler:
 
     def _rest(self, decoding: Sequence[_Sequence], prompts: Sequence[_Sequence], now: float) -> float | None:
         """Seconds for which requests of heavy tenants rest in the next step, so that prompts of others have it to
-        themselves; None where there is no such prompt, or where they have rested long enough.
+        themselves; None where there is no such prompt, where one of theirs has a higher priority, or where they have
+        rested long enough.
         """
-        heavy = self._heavy
-        if not heavy or not ({sequence.tenant for sequence in prompts} | self._queue.tenants) - heavy:
+        if not self._heavy:
             return None
-        lasts = [sequence.last for sequence in decoding if sequence.tenant in heavy]
-        left = min(lasts, default=now) + self.limits.rest_seconds - now
+        groups = {(sequence.tenant, sequence.priority) for sequence in prompts} | self._queue.groups
+        light = [priority for tenant, priority in groups if tenant not in self._heavy]
+        resting = [sequence for sequence in decoding if sequence.tenant in self._heavy]
+        heavy = [priority for tenant, priority in groups if tenant in self._heavy]
+        heavy += [sequence.priority for sequence in resting]
+        if not light or min(heavy, default=min(light)) < min(light):
+            return None
+        left = min((sequence.last for sequence in resting), default=now) + self.limits.rest_seconds - now
         return left if left > LEAST_REST * self.limits.rest_seconds else None
 
     def commit(self, outcomes: Mapping[str, WorkResult], now: float) -> list[Finished]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
@@ -46,8 +46,9 @@ class WaitingQueue(Generic[S]):
         return self._sequences
 
     @property
-    def tenants(self) -> set[str]:
-        return {tenant for tenant, _ in self._places}
+    def groups(self) -> Set[_Group]:
+        """Tenant and priority of those that wait."""
+        return self._places.keys()
 
     @property
     def longest(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import ssl
 import subprocess
@@ -309,6 +310,42 @@ def test_a_gateway_starts_while_the_release_plan_is_away(
     other = tmp_path / "other.yaml"
     other.write_text(path.read_text())
     assert started(other).read().plan is None
+
+
+def test_a_copy_of_the_release_plan_that_could_not_be_written_is_written_later(
+    tmp_path: Path, key: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: an older plan stays in its place for good."""
+    path = tmp_path / "fleet.yaml"
+    path.write_text(f"engines: [unix:/a]\nkey: {key}\nreleases: sqlite:///{tmp_path}/fleet.db\n")
+    fleet = FleetFile.read(path)
+    gateway, plans = find_engines(path, fleet, kept=tmp_path / "kept"), find_plans(path, fleet)
+    for share in (0.1, 0.2):
+        plan = ReleasePlan(stable="d" * 8, candidate="e" * 8, share=share, phase="canary")
+        plans.write(plan, plans.read())
+        with monkeypatch.context() as full:
+            full.setattr(PlanFile, "put", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+            assert gateway.read().plan == gateway.read().plan == plan
+        assert gateway.read().plan == plan
+        (copy,) = (tmp_path / "kept").iterdir()
+        assert PlanFile(copy).read() == plan
+    assert caplog.messages == 2 * ["no copy of the release plan is kept: no space left"]
+
+
+def test_two_gateways_may_keep_a_copy_of_a_plan_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: both write to one file, which the second does not find any more."""
+    kept, plan = PlanFile(tmp_path / "plan.json"), ReleasePlan(stable="d" * 8, phase="done")
+    replace, processes = Path.replace, iter((1, 2))
+
+    def after_the_other(part: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        kept.put(plan)
+        return replace(part, target)
+
+    monkeypatch.setattr(os, "getpid", lambda: next(processes))
+    monkeypatch.setattr(Path, "replace", after_the_other)
+    kept.put(plan)
+    assert kept.read() == plan and len(list(tmp_path.iterdir())) == 1
 
 
 def test_of_two_commands_that_write_one_plan_the_second_is_refused(tmp_path: Path) -> None:

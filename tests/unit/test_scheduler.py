@@ -14,6 +14,7 @@ from engines.protocol import Entry
 from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
+from runtime.engine.tenant_shares import TenantShares
 from runtime.engine.work import Finished, Work, WorkResult
 from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits, QueueFullError
@@ -321,6 +322,44 @@ def test_answers_of_a_tenant_that_takes_much_more_rest_while_a_prompt_of_another
 
     assert fed(1.0) == fed(1.0 + 0.5 * made.limits.rest_seconds) == {"quiet": 16}
     assert fed(1.0 + made.limits.rest_seconds) == {"quiet": 8, **decoding}
+
+
+def test_answers_of_a_tenant_that_takes_much_more_do_not_rest_for_a_prompt_of_a_lower_priority() -> None:
+    """Planted: shares count across priorities, though only tenants of one priority have them."""
+    made = scheduler(256, step_tokens=16)
+    made.add(GenerateRequest("loud", [1] * 40, 20, tenant="loud"), 1.0)
+    while made.waiting or made.feeds_prompts:
+        advance(made, 1.0)
+    made.add(GenerateRequest("quiet", [9] * 40, 1, tenant="quiet", priority=1), 1.0)
+    assert {work.id: len(work.tokens) for work in made.plan(1.0)} == {"loud": 1, "quiet": 15}
+
+
+def test_a_prompt_of_a_tenant_that_takes_much_more_does_not_rest_for_one_of_a_lower_priority() -> None:
+    """Planted: as above."""
+    made = scheduler(256, step_tokens=16)
+    made.add(GenerateRequest("loud", [1] * 40, 1, tenant="loud"), 1.0)
+    advance(made, 1.0)
+    made.add(GenerateRequest("quiet", [9] * 8, 1, tenant="quiet", priority=1), 1.0)
+    assert {work.id: len(work.tokens) for work in made.plan(1.0)} == {"loud": 16}
+
+
+def test_answers_of_tenants_with_a_request_each_go_on_beside_the_prompt_of_a_new_one() -> None:
+    """Planted: each of them takes much more than one that has just come and had nothing, so all of them rest."""
+    made, decoding = scheduler(256, step_tokens=32), {f"one{number}": 1 for number in range(12)}
+    for number, id in enumerate(decoding):
+        made.add(GenerateRequest(id, [1 + number] * 32, 30, tenant=id), 0)
+    while made.waiting or made.feeds_prompts:
+        advance(made, 1.0)
+    advance(made, 1.0)
+    made.add(GenerateRequest("new", [20] * 40, 2, tenant="new"), 1.0)
+    assert {work.id: len(work.tokens) for work in made.plan(1.0)} == {**decoding, "new": 20}
+
+
+def test_what_a_tenant_took_long_ago_does_not_count() -> None:
+    """Planted: the least rest of it is more than nothing."""
+    shares = TenantShares()
+    shares.add("before", 10_000, 0.0)
+    assert shares.heavy({"before", "new"}, 10.0) == {"before"} and not shares.heavy({"before", "new"}, 200.0)
 
 
 def test_a_tenant_that_takes_much_more_does_not_pass_others_by_waiting() -> None:

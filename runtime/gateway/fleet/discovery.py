@@ -191,6 +191,7 @@ class FromFile:
     ) -> None:
         self._path, self._source, self._plans = path, source, plans or PlanFile(plan_path(path))
         self._kept, self._plan, self._read, self._away = kept, None, False, False
+        self._copied = False  # the copy is of this plan
 
     def read(self) -> Listing:
         found = FleetFile.read(self._path)
@@ -209,12 +210,16 @@ class FromFile:
                 log.error("the release plan stays as it was (%s): %s", known, one_line(error))
             self._read = self._away = True
             return self._plan
-        if self._kept is not None and (plan != self._plan or self._away or not self._read):
+        changed = plan != self._plan or not self._read
+        self._plan, self._read, self._away = plan, True, False
+        self._copied &= not changed
+        if self._kept is not None and not self._copied:  # one that could not be written is tried again at each look
             try:
                 self._kept.put(plan)
+                self._copied = True
             except OSError as error:
-                log.warning("no copy of the release plan is kept: %s", one_line(error))
-        self._plan, self._read, self._away = plan, True, False
+                if changed:
+                    log.warning("no copy of the release plan is kept: %s", one_line(error))
         return plan
 
     def _listed(self, found: FleetFile) -> Listing:

@@ -182,10 +182,11 @@ class Moves:
             if target is None or connection is None or not (flight.moves_blocks and connection.info.moves_blocks):
                 break
             keys = flight.block_keys()
-            if asked < len(keys):
+            there = self._router.index.resumable(keys).get(target.address, 0)
+            if max(asked, there) < len(keys):
                 self._ask(connection, flight, replica)
                 asked = len(keys)
-            tokens -= self._router.index.resumable(keys).get(target.address, 0) * connection.info.block_tokens
+            tokens -= there * connection.info.block_tokens
             if tokens <= MOST_TAIL or monotonic() > until:
                 break
             await _progress(flight)

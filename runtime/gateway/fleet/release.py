@@ -8,6 +8,7 @@ conversations. The plan is a file beside the list of engines, or in a database w
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Collection
 from hashlib import blake2b
@@ -110,7 +111,7 @@ class PlanFile:
             self._path.unlink(missing_ok=True)
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        part = self._path.with_name(f".{self._path.name}.part")
+        part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")  # another gateway may keep one, too
         part.write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
         part.replace(self._path)
 
