@@ -615,10 +615,10 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
 
 # Of files with tile registers: an access, and one whose rows lie elsewhere.
 TILE_DEFECTS = {
-    "attention loads rows beyond its keys": (
+    "attention loads rows beyond its values": (
         "cached_attention.c",
         "_tile_loadd(FIRST_CODES, codes, 4 * E)",
-        "_tile_loadd(FIRST_CODES, codes, 64 * E)",
+        "_tile_loadd(FIRST_CODES, codes, 4 * E + 1536)",
         "heap-buffer-overflow",
     ),
     "a linear loads rows beyond its unpacked codes": (
