@@ -10,6 +10,7 @@ S  positions that are compared, of all samples      V  vocabulary size      N, K
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from quantization.input_scale import InputScale
 from quantization.reference import InputGrid, input_hook, to_bfloat16
 from quantization.units import EMBEDDING, HEAD
 from tapeout.artifact import Artifact
+from tapeout.errors import QuantizationError
 from tapeout.mapped_model import decoder_layers, open_model
 from tapeout.mapped_weights import weight_at_call
 from tapeout.operators import computed_by_token, state_changed
@@ -87,11 +89,21 @@ class Simulation:
         self._float = self._float_run(starts)
 
     def kl(self, changed: Mapping[str, Simulated], *, first_layer: int = 0, kv: StateChange | None = None) -> float:
-        """Mean KL(float, changed) in nats per position; nothing before ``first_layer`` may be changed."""
+        """Mean KL(float, changed) in nats per position; nothing before ``first_layer`` may be changed.
+
+        :class:`QuantizationError` for one that is not finite: NaN must not pass for a KL of 0.
+        """
         with self._exchanged(changed), self._resumed(first_layer), torch.inference_mode():
             logits = self._run(kv)
             divergences = [float(exact.divergence(rows).sum()) for exact, rows in zip(self._float, logits, strict=True)]
-        return max(0.0, sum(divergences) / self.positions)
+        mean = sum(divergences) / self.positions
+        if not math.isfinite(mean):
+            raise QuantizationError(
+                f"a KL of {mean}" + (f" with {', '.join(sorted(changed)[:4])} quantized" if changed else ""),
+                expected="finite logits of the quantized model",
+                remedy="leave out the scheme, KV cache or recurrent state under which activations overflow",
+            )
+        return max(0.0, mean)
 
     def state_kl(self) -> float:
         """The same of states of recurrences in bfloat16 alone, as an engine rounds them: after each token."""

@@ -41,6 +41,17 @@ def require_kept(target: Target[Any], dtype: str) -> None:
         )
 
 
+def require_recurrent(target: Target[Any], dtype: str) -> None:
+    """:class:`BuildError` for a type of recurrent state that the target does not have; ``auto`` takes what it has."""
+    known = target.capabilities.recurrent_dtypes
+    if dtype not in ("auto", *known):
+        raise BuildError(
+            f"plan.recurrent_state: {dtype}, which {target.name} does not keep",
+            expected=" or ".join((*known, "auto")),
+            remedy="leave plan.recurrent_state out, or build for a target that has it (docs/targets.md)",
+        )
+
+
 def build_candidate(
     graph: Artifact[PortableGraph],
     quantized: Artifact[QuantizedModel],

@@ -2,7 +2,7 @@
 
 A stage reaches what its function in ``wiring.py`` imports, what that imports in turn, and the files of these packages
 that are not Python (C and CUDA sources, page templates). Of the modules of ``WIRING``, which serve many stages, only
-the functions that it uses count. Imports inside functions count, imports for types only do not.
+the functions and constants that it uses count. Imports inside functions count, imports for types only do not.
 Comments and docstrings are no part of a hash. The recipe's modules count by what they give a stage: its resolved
 parameters (``environment.py``) and the constants of ``tapeout.recipe``.
 """
@@ -42,7 +42,7 @@ Stage = Callable[..., object]  # a function of ``wiring.py``, or its ``_measure`
 
 
 def code_hashes(stages: Mapping[str, Stage], target: str) -> dict[str, dict[str, str]]:
-    """By stage: its functions of ``WIRING`` and every file that it can reach, with the sha256 of each.
+    """By stage: its functions and constants of ``WIRING`` and every file that it can reach, with the sha256 of each.
 
     ``target``: the one whose engines the recipe builds.
     """
@@ -100,27 +100,34 @@ def _methods_of(name: str, tree: ast.AST) -> set[str]:
     return {f"Measurement.{node.attr}" for node in found if isinstance(node.value, ast.Name) and node.value.id == name}
 
 
-def _reached(wiring: ast.Module, names: Iterable[str]) -> dict[str, ast.FunctionDef]:
-    """These functions of ``WIRING``, and those of it that they use, directly or not."""
-    known = {node.name: node for node in wiring.body if isinstance(node, ast.FunctionDef)}
+def _reached(wiring: ast.Module, names: Iterable[str]) -> dict[str, ast.FunctionDef | ast.Assign]:
+    """These functions of ``WIRING``, and the functions and constants of it that they use, directly or not."""
+    known: dict[str, ast.FunctionDef | ast.Assign] = {
+        target.id: node
+        for node in wiring.body
+        if isinstance(node, ast.Assign)  # not STAGES, which has a type and names every stage
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    known |= {node.name: node for node in wiring.body if isinstance(node, ast.FunctionDef)}
     for node in wiring.body:
         if isinstance(node, ast.ClassDef):
             known |= {f"{node.name}.{inner.name}": inner for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    found: dict[str, ast.FunctionDef] = {}
+    found: dict[str, ast.FunctionDef | ast.Assign] = {}
     waiting = list(names)
     while waiting:
         name = waiting.pop()
         if name in known and name not in found:
-            found[name] = function = known[name]
-            used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-            waiting += sorted(used | _methods_of("self", function))
+            found[name] = node = known[name]
+            used = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            waiting += sorted(used | _methods_of("self", node))
     return dict(sorted(found.items()))
 
 
-def _imports(graph: grimp.ImportGraph, wiring: ast.Module, functions: Iterable[ast.FunctionDef]) -> set[str]:
-    """Other modules of ours that are imported at the top of those of ``WIRING`` or in these functions."""
+def _imports(graph: grimp.ImportGraph, wiring: ast.Module, reached: Iterable[ast.AST]) -> set[str]:
+    """Other modules of ours that are imported at the top of those of ``WIRING`` or in these functions of it."""
     top = [node for node in wiring.body if isinstance(node, ast.ImportFrom)]
-    inner = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+    inner = [node for part in reached for node in ast.walk(part) if isinstance(node, ast.ImportFrom)]
     names = {(node.module or "", alias.name) for node in (*top, *inner) for alias in node.names}
     return {
         name

@@ -71,7 +71,7 @@ def _environment(recipe: Recipe) -> None:
     It is the first, so a machine that cannot build for the recipe's target is refused here, before anything takes long.
     """
     from engines.load import graph_target
-    from pipeline.stages.candidate import require_computed, require_kept
+    from pipeline.stages.candidate import require_computed, require_kept, require_recurrent
     from pipeline.stages.code import code_hashes, module_hashes
     from pipeline.stages.environment import accelerators, libraries, listed, machine, resolved
 
@@ -80,6 +80,7 @@ def _environment(recipe: Recipe) -> None:
     require_computed(target, [rule.scheme for rule in recipe.plan.schemes if isinstance(rule, Rule)])
     if recipe.plan.kv_cache != "auto":
         require_kept(target, recipe.plan.kv_cache.dtype)
+    require_recurrent(target, recipe.plan.recurrent_state)
     hashes = code_hashes(STAGES, recipe.build.target)
     parameters = {name: listed("dvc.yaml", name) for name in STAGES}
     hashes["hardware"] = module_hashes("pipeline.stages.hardware", HARDWARE_TARGET)

@@ -609,16 +609,16 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
 
 # Of files with tile registers: an access, and one whose rows lie elsewhere.
 TILE_DEFECTS = {
-    "attention loads rows beyond its keys": (
+    "attention loads rows beyond its values": (
         "cached_attention.c",
         "_tile_loadd(FIRST_CODES, codes, 4 * E)",
-        "_tile_loadd(FIRST_CODES, codes, 64 * E)",
+        "_tile_loadd(FIRST_CODES, codes, 4 * E + 1536)",
         "heap-buffer-overflow",
     ),
     "a linear loads rows beyond its unpacked codes": (
         "block_product.c",
         "at->codes + c * TILE, TILE * STEP)",
-        "at->codes + c * TILE, TILE * STEP << 5)",
+        "at->codes + c * TILE, TILE * STEP << 7)",
         "heap-buffer-overflow",
     ),
     "a linear stores rows beyond its sums": (
@@ -636,20 +636,34 @@ def test_an_access_of_a_tile_register_beyond_its_memory_is_found(
     defect: tuple[str, str, str, str], tmp_path: Path
 ) -> None:
     """No sanitizer knows AMX: ``checked_intrinsics.h`` accesses each row before it is loaded or stored."""
+    name, before, after, expected = defect
+    found = found_with_tiles(name, before, after, tmp_path)
+    assert expected in found and "in checked_rows" in found, found[-3000:]
+
+
+@pytest.mark.usefixtures("sanitizers")
+def test_too_little_memory_for_the_sums_of_a_chunk_is_found(tmp_path: Path) -> None:
+    """Sums are kept only where a linear has more channels than are unpacked at once."""
+    change = "block_product.c", "sums = most_tiles * rows->count * TILE;", "sums = most_tiles * rows->count * TILE / 2;"
+    found = found_with_tiles(*change, tmp_path)
+    assert "heap-buffer-overflow" in found, found[-3000:]
+
+
+def found_with_tiles(name: str, before: str, after: str, folder: Path) -> str:
+    """What the fuzzer says of kernels with AMX whose file ``name`` is changed."""
     amx = find_level("x86-64-amx")
     if reason := amx.refusal():
         pytest.skip(reason)
-    name, before, after, expected = defect
-    source = tmp_path / "source"
+    source = folder / "source"
     shutil.copytree(compiler.SOURCE, source)
     text = (source / name).read_text()
     assert text.count(before) == 1
     (source / name).write_text(text.replace(before, after))
     objects = build.compile_kernels(compiler.SOURCE, amx) | build.compile_host(amx)
     objects |= build.compile_kernels(source, amx, frozenset({name}))
-    done = fuzz_until_found(build.link(objects, tmp_path / "fuzz"), PLANTED_CASES, PLANTED_RUNS)
+    done = fuzz_until_found(build.link(objects, folder / "fuzz"), PLANTED_CASES, PLANTED_RUNS)
     assert done.returncode != 0
-    assert expected in done.stderr and "in checked_rows" in done.stderr, done.stderr[-3000:]
+    return done.stderr
 
 
 # Text of threads.c and another that leaves a race, which x86 would hide: ThreadSanitizer knows C11, not the processor.

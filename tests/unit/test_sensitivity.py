@@ -137,6 +137,11 @@ def simulation(inputs: Inputs) -> Simulation:
     return Simulation(inputs.graph, held_out(inputs.calibration, inputs.samples)[:3], {0, 2})
 
 
+def test_nan_is_no_kl_of_zero(simulation: Simulation) -> None:
+    with pytest.raises(QuantizationError, match="a KL of nan"):
+        simulation.kl({}, kv=lambda _layer, _name, kept: kept * float("nan"))
+
+
 def changed(inputs: Inputs, *units: str, kernel: Scheme = FOUR_BITS) -> dict[str, Any]:
     rounding = QuickRounding(inputs.graph, inputs.calibration, inputs.recipe.quantize)
     groups = [g for unit in units_of(inputs.graph.record, 2) if unit.name in units for g in unit.groups]

@@ -117,7 +117,15 @@ def test_the_foundation(clean: tuple[Path, Hashes]) -> None:
 
 def test_functions_that_stages_share_have_names_of_their_own() -> None:
     trees = [ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()) for module in WIRING]
-    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    body = [node for tree in trees for node in tree.body]
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    names += [
+        target.id
+        for node in body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
     assert len(names) == len(set(names))
 
 
@@ -130,6 +138,12 @@ def test_the_function_of_a_stage_and_one_that_several_share(clean: tuple[Path, H
     inputs = "pipeline/stages/inputs.py"
     shared = stale(clean, inputs, old="def encode_texts(", new="def encode_texts(unused: int, ")
     assert shared == {"sensitivity", "plan", "evaluate", "parity", "serving", "source"}
+
+
+def test_a_constant_that_functions_of_stages_use(clean: tuple[Path, Hashes]) -> None:
+    wiring = "pipeline/stages/wiring.py"
+    assert stale(clean, wiring, old='_PRECISION = "float32"', new='_PRECISION = "fp16"') == {"accept", "build-baseline"}
+    assert stale(clean, wiring, old='"accepted.json"', new='"taken.json"') == {"accept"}
 
 
 def test_comments_docstrings_and_types_only_change_nothing(clean: tuple[Path, Hashes]) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from engines.load import find_target
 from pipeline.recipe import Recipe
-from pipeline.stages.candidate import require_kept
+from pipeline.stages.candidate import require_kept, require_recurrent
 from pipeline.stages.wiring import STAGES, run
 from tapeout.errors import BuildError, RecipeError
 
@@ -90,6 +90,7 @@ def test_a_stage_that_does_not_exist_names_those_that_do() -> None:
             "plan.kv_cache.dtype: fp8, which ort-cpu does not keep",
         ),
         ({"schemes": [{"match": "*", "format": "fp8"}]}, "ort-cpu", "linears in fp8, which ort-cpu does not compute"),
+        ({"recurrent_state": "bfloat16"}, "cuda", "plan.recurrent_state: bfloat16, which cuda does not keep"),
     ],
 )
 def test_the_first_stage_refuses_what_the_target_lacks(
@@ -108,3 +109,8 @@ def test_the_first_stage_refuses_what_the_target_lacks(
 @pytest.mark.parametrize(("dtype", "target"), [("fp8", "cuda"), ("int4", "ort-cpu"), ("float32", "ort-cuda")])
 def test_a_target_takes_the_caches_that_it_has(dtype: str, target: str) -> None:
     require_kept(find_target(target), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "target"), [("bfloat16", "ort-cpu"), ("auto", "cuda"), ("float32", "ort-cuda")])
+def test_a_target_takes_the_recurrent_states_that_it_has(dtype: str, target: str) -> None:
+    require_recurrent(find_target(target), dtype)
