@@ -1,4 +1,4 @@
-"""What a stage writes where the candidate's hardware is not: that its evidence was not taken, and why.
+"""What a stage writes on a machine without the candidate's hardware: that its evidence was not taken, and why.
 
 It stands where a report would, so that later stages run and the gate can say what is missing. It is no evidence: a
 verdict without reports of an executed engine is INCONCLUSIVE at best.

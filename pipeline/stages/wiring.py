@@ -260,7 +260,7 @@ def _report(recipe: Recipe) -> None:
 
 
 def _measure(kind: EvidenceKind[Any, Any, Any], recipe: Recipe) -> None:
-    """The stage of a kind of evidence. Where the candidate's hardware is not, it writes what there is instead."""
+    """The stage of a kind of evidence. On a machine without the candidate's hardware it says so."""
     from engines.load import not_executable
     from evals.not_executed import write_not_executed
 

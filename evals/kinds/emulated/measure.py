@@ -1,4 +1,4 @@
-"""Stage ``evaluate`` where the candidate's hardware is not: as much held-out text as an emulation gets through."""
+"""Stage ``evaluate`` on a machine without the candidate's hardware: as much held-out text as can be emulated."""
 
 from __future__ import annotations
 
