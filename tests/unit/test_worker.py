@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -78,15 +78,19 @@ def serving(engine: HistoryEngine, compiler: ConstraintCompiler | None = None) -
     info = EngineInfo("digest", "name", 64, 12, 4, 8, 1, 1, frozenset())
     connections, moves = Connections(info, ends=(theirs,)), BlockMoves(core, info, b"")
 
+    answered = Event()
+
     def run() -> None:
         while not connections.answered:
             connections.receive(1000)
+        answered.set()
         serve(connections, core, compiler, SharedCores(threads=1), moves)
 
     thread = Thread(target=run)
     thread.start()
     with ours:
         server = Server(ours)
+        answered.wait()  # a command that came before would be read with the answer, and get lost
         try:
             yield server
         finally:
