@@ -16,7 +16,7 @@ from tapeout.artifact import Artifact, ParentTypes, Record, create, load
 
 class NotExecuted(Record):
     artifact_type: ClassVar[str] = "NotExecuted"
-    remedy: ClassVar[str] = "run `dvc repro` where the candidate's hardware is"
+    remedy: ClassVar[str] = "run `dvc repro` on a machine with the candidate's hardware"
     parent_types: ClassVar[ParentTypes] = {"candidate": ("EngineBundle",)}
 
     candidate: str  # bundle digest

@@ -1,4 +1,4 @@
-"""Every stage for a target whose hardware is not here: it ends in a verdict that says what has to run where."""
+"""Every stage on a machine without the target's hardware: the verdict says what has to run, and where."""
 
 from __future__ import annotations
 

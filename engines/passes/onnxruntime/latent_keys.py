@@ -256,7 +256,7 @@ def _run(
         wanted = {each.name for each in session.get_inputs()}
         fed = {name: array for name, array in {**feeds, **ids}.items() if name in wanted}
         (found,) = session.run([value.name], fed)
-    except Exception:  # ONNX Runtime's errors have no class in common: these numbers do not go the way of real ones
+    except Exception:  # ONNX Runtime's errors share no class; a graph that only looks alike may fail
         return None
     return np.asarray(found, np.float32)
 
