@@ -580,8 +580,8 @@ DEFECTS = {
     ),
     "a buffer of a step is too small": Defect(
         "step.c",
-        "b->memory = aligned_alloc(CACHE_LINE, rounded)",
-        "b->memory = aligned_alloc(CACHE_LINE, 64)",
+        "b->memory = aligned_alloc(unit, rounded)",
+        "b->memory = aligned_alloc(unit, 64)",
         "overflow",
     ),
 }

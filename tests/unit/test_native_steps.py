@@ -36,6 +36,7 @@ EIGHT = Scheme(bits=8, group_size=32, symmetric=True)
 WEIGHTS = {name: random_linear(WIDTH, WIDTH, EIGHT, seed=seed) for seed, name in enumerate("abcde")}
 NORM = np.linspace(0.5, 2, WIDTH, dtype=np.float32)
 OUTPUTS = ("first", "sum", "last")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def graph() -> bytes:
@@ -115,6 +116,25 @@ def test_runs_of_any_shapes_give_the_results_of_single_nodes(counts: list[int]) 
 @functools.cache
 def _shared() -> tuple[ort.InferenceSession, tuple[Array, ...]]:
     return session(threads=2), node_by_node(tokens(300))
+
+
+@pytest.mark.skipif(not HUGE_PAGES.is_dir(), reason="this Linux has no huge pages that programs can ask for")
+def test_large_values_of_a_step_lie_in_huge_pages() -> None:
+    """What a long prompt writes; a few tokens take no more memory than they need."""
+    own, x = session(), tokens(4000)
+    expected, taken = node_by_node(x), [advised_bytes()]
+    for count in (40, 4000):
+        assert same(own.run(OUTPUTS, {"x": x[:count]}), tuple(array[:count] for array in expected))
+        taken.append(advised_bytes())
+    assert taken[0] == taken[1] < taken[2]
+
+
+def advised_bytes() -> int:
+    """Of this process, for which huge pages were asked (``hg`` among the flags of a mapping)."""
+    sizes = re.findall(
+        r"^Size: +(\d+) kB$.*?^VmFlags:([a-z ]*)$", Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL
+    )
+    return sum(1024 * int(size) for size, flags in sizes if "hg" in flags.split())
 
 
 def test_runs_beside_each_other_do_not_share_memory() -> None:

@@ -319,7 +319,7 @@ typedef struct {
   float* sums;         /* [groups, tiles, rows of a group, 16] of the blocks before, and then with these */
   float* y;
   LaneMax* max;
-  Ahead* ahead; /* prefetched, some lines with each tile */
+  Ahead* ahead; /* prefetched, some lines with each product */
 } Panel;
 
 /* A product of a panel: of the group of rows from `row` on, a tile and a block. */
@@ -436,7 +436,6 @@ INLINE void prefetch_outputs(const Panel* p, const Product* at, const int count)
 /* The outputs of a tile for `count` rows, whose sums are complete. */
 INLINE void finish_tile(const Panel* p, const Product* at, const F32x16 y[TILE_ROWS], const int count) {
   const Columns to = columns_of(p->w, p->tile + at->tile);
-  prefetch_some(p->ahead);
   if (p->max)
     for (int m = 0; m < count; m++) write_outputs(p->w, &to, y[m], at->row + m, NULL, p->max);
   else
@@ -465,6 +464,7 @@ INLINE void add_products(const Panel* p, const int count) {
       if (begun >= STORE_AFTER && begun < products + STORE_AFTER) store_sums(stored, sums[stored]);
       if (begun < products) {
         begin_sums(i, p, &next);
+        prefetch_some(p->ahead);
         if (advance(p, &next, count) && complete && begun < products - 1) prefetch_outputs(p, &next, count);
       }
       if (begun < SCALE_AFTER || begun >= products + SCALE_AFTER) continue;
@@ -530,8 +530,9 @@ static int multiply_by_tiles(const BlockWeight* w, const BlockRows* rows, int64_
   if (!memory) return 0;
   const int64_t groups = (rows->count + TILE_ROWS - 1) / TILE_ROWS, bytes = tile_bytes(k);
   for (int64_t begin = first; begin < end; begin += RUN_TILES) {
-    const int64_t stop = smaller(begin + RUN_TILES, end), tiles = stop - begin, portions = groups * tiles;
-    /* The next run, or that of another part, is prefetched in as many portions as groups pass tiles. */
+    const int64_t stop = smaller(begin + RUN_TILES, end), tiles = stop - begin;
+    /* The next run, or that of another part, is prefetched in as many portions as there are products. */
+    const int64_t portions = groups * tiles * w->blocks;
     const int64_t left = stop < end ? end - stop : smaller(end - first, w->tiles + w->after - stop);
     const int64_t next = smaller(RUN_TILES, left);
     const char* from = (const char*)w->codes + stop * bytes;

@@ -9,6 +9,8 @@
    replaced. Several runs may go on at once; each has a frame. */
 #include "step.h"
 
+#include "memory.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -75,9 +77,12 @@ static int take_buffer(Frame* f, size_t bytes) {
   if (b->bytes < bytes || !b->memory) {
     free(b->memory);
     *b = (Buffer){0};
-    if (bytes > PTRDIFF_MAX - CACHE_LINE) return NONE;
-    const size_t rounded = bytes ? (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE : CACHE_LINE;
-    if (!(b->memory = aligned_alloc(CACHE_LINE, rounded))) return NONE;
+    if (bytes > PTRDIFF_MAX - HUGE_PAGE) return NONE;
+    /* A tile of a linear writes as many rows as there are tokens, each to another page where pages are small. */
+    const size_t unit = bytes > HUGE_PAGE / 4 ? HUGE_PAGE : CACHE_LINE;
+    const size_t rounded = bytes ? (bytes + unit - 1) / unit * unit : unit;
+    if (!(b->memory = aligned_alloc(unit, rounded))) return NONE;
+    if (unit == HUGE_PAGE) madvise(b->memory, rounded, ADVICE_HUGE_PAGE);
     b->bytes = rounded;
   }
   b->used = 1;
