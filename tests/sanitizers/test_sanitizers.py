@@ -570,7 +570,7 @@ DEFECTS = {
         "provider.c", "!strcmp(domain, OPERATOR_DOMAIN) && i < operator_count", "i < operator_count", "a step of"
     ),
     "the buffers of a step leak": Defect(
-        "step.c", "for (size_t i = 0; i < f->buffer_count; i++) free(f->buffers[i].memory);", "", "leak"
+        "step.c", "for (size_t i = 0; i < w->count; i++) free(w->buffers[i].memory);", "", "leak"
     ),
     "a step takes another output": Defect(
         "step.c",

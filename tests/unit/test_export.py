@@ -55,10 +55,8 @@ def test_a_block_that_layers_share_is_linears_of_each_layer(tmp_path: Path) -> N
     of_first, of_later = ([name for name in names if name.startswith(layer)] for layer in (first, later))
     assert of_first and len(of_first) == len(of_later)  # its own adapters alone
     bundle = build_float(graph, tmp_path / "bundle", slots=len(PROMPTS))
-    assert all(
-        error < TOLERANCE
-        for error in largest_errors(bundle, random_model("zamba2-shared-blocks"), "zamba2-shared-blocks").values()
-    )
+    errors = largest_errors(bundle, random_model("zamba2-shared-blocks"), "zamba2-shared-blocks")
+    assert all(error < 1e-5 for error in errors.values()), errors
 
 
 def test_names_of_a_first_release_give_way_to_those_the_graph_carries() -> None:

@@ -226,15 +226,81 @@ def test_a_large_initializer_and_its_copy_are_not_in_memory_together(tmp_path: P
     assert 64 << 20 < large - small < 96 << 20
 
 
-def memory_of(kind: str, model: ir.Model, folder: Path) -> int:
+LAYERS, HIDDEN, WIDE, VOCABULARY, PROMPT = 24, 128, 2048, 248320, 256
+
+
+def with_layers() -> ir.Model:
+    """Each a step of a wide and a narrow linear, with a node of others behind it; then lm_head of the last token."""
+    x, holder = value("x", ["tokens", HIDDEN]), model_of([], [])
+    last, nodes = x, list[ir.Node]()
+
+    def linear(name: str, outputs: int, inputs: int) -> None:
+        nonlocal last
+        weights = random_linear(outputs, inputs, EIGHT)
+        known = block_linears.stacked(holder, CpuKernels(), name, lambda: [weights])[:2]
+        attributes = {"N": outputs} | block_linears.attributes(weights, known[1])
+        nodes.append(ir.node("BlockLinear", [last, *known], attributes=attributes, domain=DOMAIN))
+        last = nodes[-1].outputs[0]
+        last.type = ir.TensorType(ir.DataType.FLOAT)
+
+    def other(kind: str, *inputs: ir.Value) -> None:
+        nonlocal last
+        nodes.append(ir.node(kind, [last, *inputs]))
+        last = nodes[-1].outputs[0]
+        last.type = ir.TensorType(ir.DataType.FLOAT)
+
+    for layer in range(LAYERS):
+        linear(f"{layer}.up", WIDE, HIDDEN)
+        linear(f"{layer}.down", HIDDEN, WIDE)
+        other("Tanh")
+    other("Gather", parameter("wanted", np.array([-1], np.int64)))
+    linear("head", VOCABULARY, HIDDEN)
+    holder.graph.initializers.clear()
+    model = model_of([x], [named("y", last)])
+    model.opset_imports[DOMAIN] = 1
+    return model
+
+
+def test_a_prompt_takes_a_tenth_of_the_weights_at_most(tmp_path: Path) -> None:
+    """Of memory that stays, with the vocabulary and as many steps as Qwen3.5 has: each needs 4 % of the weights."""
+    assert memory_of("prompt", with_layers(), tmp_path) < least_weights() // 10
+
+
+def test_steps_that_keep_memory_of_their_own_are_found(tmp_path: Path) -> None:
+    source, best = tmp_path / "source", native.level()
+    shutil.copytree(compiler.SOURCE, source)
+    text, shared = (source / "provider.c").read_text(), "c->step.workspaces = &p->workspaces;"
+    assert text.count(shared) == 1 and best
+    (source / "provider.c").write_text(text.replace(shared, "c->step.workspaces = calloc(1, sizeof p->workspaces);"))
+    planted = compiler.library(best, source)
+    assert memory_of("prompt", with_layers(), tmp_path, planted) > least_weights() // 2
+
+
+def least_weights() -> int:
+    """Bytes of the codes of :func:`with_layers`."""
+    return (VOCABULARY + 2 * LAYERS * WIDE) * HIDDEN
+
+
+def prompt_bytes(opened: Callable[[], ort.InferenceSession]) -> int:
+    """That a step of a prompt adds to those after one of a single token."""
+    own = opened()
+    own.run(None, {"x": np.ones((1, HIDDEN), np.float32)})
+    before = _status("RssAnon")
+    own.run(None, {"x": np.ones((PROMPT, HIDDEN), np.float32)})
+    return _status("RssAnon") - before
+
+
+def memory_of(kind: str, model: ir.Model, folder: Path, of: Path | None = None) -> int:
     """Bytes that a process with one session holds, or the ``most`` that it held while it opened the session.
 
-    In a process that has freed memory before, a session takes some of that.
+    In a process that has freed memory before, a session takes some of that. ``of``: the library, if another.
     """
     ir.save(model, folder / "model.onnx", external_data="weights.bin")
     code = f"""
+from pathlib import Path
 from tests.unit import test_native_steps as own
-print(own.{kind}_bytes(lambda: own.open_session({str(folder / "model.onnx")!r}, own.cpu_options(1, own.library()))))
+options = own.cpu_options(1, Path({str(of or library())!r}))
+print(own.{kind}_bytes(lambda: own.open_session({str(folder / "model.onnx")!r}, options)))
 """
     root = Path(__file__).parents[2]
     found = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True)

@@ -18,11 +18,16 @@ class Ours:
         raise NotImplementedError("bundles are built by the pipeline: `dvc repro build-candidate`")
 
     def load(self, folder: Path, variant: str, threads: int, max_batch: int, max_tokens: int) -> dict[str, Any]:
+        from engines.bundle import EngineBundle
         from engines.load import load
         from engines.sequences import Sequences
+        from tapeout import artifact
 
+        # A prompt begins from nothing, as those of the other systems do: no copy of recurrent state is kept.
+        snapshots = 0 if artifact.load_record(folder, EngineBundle).record.io.slot_bytes else None
         # The variant is the level of native kernels.
-        self._engine = Sequences(load(folder, threads=threads, slots=max_batch, level=variant))
+        engine = load(folder, threads=threads, slots=max_batch, snapshots=snapshots, level=variant)
+        self._engine = Sequences(engine, slots=max_batch)
         if self._engine.max_tokens < max_tokens:
             raise ValueError(f"{folder} has {self._engine.max_tokens} positions; {max_tokens} are needed")
         return {"digest": self._engine.digest}

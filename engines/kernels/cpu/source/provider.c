@@ -56,6 +56,7 @@ struct Provider {
   Chunk* chunks;
   size_t taken; /* bytes of all chunks */
   Copy* copies;
+  Workspaces workspaces;
 };
 struct Factory {
   uint32_t version;
@@ -143,13 +144,23 @@ static Status* operator_of(const Provider* p, const Node* node, const Op** found
   return NULL;
 }
 
+/* Of the oldest chunk with room, so that small initializers fill what large ones leave: a chunk's last huge page is in
+   memory as a whole. NULL if no chunk has room. */
+static Chunk* roomy_chunk(const Provider* p, size_t bytes) {
+  Chunk* found = NULL;
+  for (Chunk* chunk = p->chunks; chunk; chunk = chunk->next)
+    if (chunk->left >= bytes) found = chunk;
+  return found;
+}
+
 /* Memory that lives as long as the provider. NULL if there is none. */
 static char* take_memory(Provider* p, size_t bytes) {
   const size_t rounded = (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
-  if (!p->chunks || p->chunks->left < rounded) {
+  Chunk* chunk = roomy_chunk(p, rounded);
+  if (!chunk) {
     size_t size = p->taken < FIRST_CHUNK ? FIRST_CHUNK : p->taken < LARGEST_CHUNK ? p->taken : LARGEST_CHUNK;
     if (size < rounded) size = (rounded + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-    Chunk* chunk = malloc(sizeof *chunk);
+    chunk = malloc(sizeof *chunk);
     char* memory = chunk ? aligned_alloc(HUGE_PAGE, size) : NULL;
     if (!memory) {
       free(chunk);
@@ -159,8 +170,8 @@ static char* take_memory(Provider* p, size_t bytes) {
     *chunk = (Chunk){p->chunks, size, memory, memory};
     p->chunks = chunk, p->taken += size;
   }
-  char* found = p->chunks->free;
-  p->chunks->free += rounded, p->chunks->left -= rounded;
+  char* found = chunk->free;
+  chunk->free += rounded, chunk->left -= rounded;
   return found;
 }
 
@@ -468,7 +479,7 @@ static Status* compile(Provider* p, const Graph** graphs, const Node** fused, si
       break;
     }
     c->version = API_VERSION, c->create_state = create_state, c->compute = compute, c->release_state = release_state;
-    c->step.ort = p->factory->ort;
+    c->step.ort = p->factory->ort, c->step.workspaces = &p->workspaces;
     pthread_mutex_init(&c->step.lock, NULL);
     status = make_step(p, graphs[i], fused[i], &c->step);
   }
@@ -501,6 +512,8 @@ static void release_provider(Factory* factory, Provider* p) {
     free(chunk->memory);
     free(chunk);
   }
+  free_workspaces(&p->workspaces);
+  pthread_mutex_destroy(&p->workspaces.lock);
   free(p->threads);
   free(p->operators);
   free(p);
@@ -512,6 +525,7 @@ static Status* create_provider(Factory* factory, const Device* const* devices, c
   const size_t threads = session_number(factory->ort, options, "tapeout.threads"); /* 0: those of ONNX Runtime */
   Provider* p = calloc(1, sizeof *p);
   if (!p) return out_of_memory(factory->ort);
+  pthread_mutex_init(&p->workspaces.lock, NULL);
   p->version = API_VERSION, p->name = provider_name, p->get_capability = get_capability, p->compile = compile;
   p->release_computes = release_computes, p->factory = factory;
   p->threads = threads ? create_threads(threads) : NULL;

@@ -22,9 +22,19 @@ typedef struct {
   Tensor constant;
 } Plan;
 
+/* Memory of what lies between operators. The steps of a session run one after another and share it: where each kept its
+   own, 20 steps of Qwen3.5-0.8B held 385 MB after a prompt of 256 tokens, and share 20. Runs that go on at once have a
+   workspace each. */
+typedef struct Workspace Workspace;
+typedef struct {
+  pthread_mutex_t lock;
+  Workspace* idle; /* of runs that have ended */
+} Workspaces;
+
 typedef struct Frame Frame;
 typedef struct {
   Api ort; /* ONNX Runtime's functions */
+  Workspaces* workspaces;
   size_t input_count, value_count, part_count;
   int* inputs; /* of the node: values */
   Plan* values;
@@ -45,5 +55,6 @@ void fill_step_api(Api ort, const void** table);
 
 Status* run_step(Step* step, Context* context);
 void free_frames(Step* step);
+void free_workspaces(Workspaces* of);
 
 #endif
