@@ -1,5 +1,6 @@
-"""A minute of random requests, disconnects, bad inputs and killed engines against ``tapeout serve``; and the checks
-that follow it, each with what it guards against. ``python -m benchmarks.serving.endurance`` runs the same for longer.
+"""Twenty seconds of random requests, disconnects, bad inputs and killed engines against ``tapeout serve``; and the
+checks that follow it, each with what it guards against. ``python -m benchmarks.serving.endurance`` runs the same for
+longer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.serving.endurance import (
 from tests.exported import build_float, tiny_graph
 from tests.native import own_cache
 
-SECONDS, KILL_SECONDS = 60.0, 8.0
+SECONDS, KILL_SECONDS = 20.0, 5.0
 
 
 @pytest.fixture(scope="module")
