@@ -41,6 +41,8 @@ MEMORY = Sanitizer(
     ("-include", str(HERE / "checked_intrinsics.h")),
     "-fsanitize=address,undefined",
 )
+# Linked with objects of MEMORY.
+ADDRESSES = Sanitizer(("-fno-sanitize=undefined", "-Xclang", "-fsanitize=address"), MEMORY.kernels, MEMORY.linked)
 RACES = Sanitizer(("-fno-sanitize=undefined", "-Xclang", "-fsanitize=thread"), (), "-fsanitize=thread")
 
 

@@ -64,6 +64,11 @@ def test_random_nodes_are_computed_or_refused(level: Level, tmp_path: Path) -> N
     assert min(counts) > CASES // 50  # every way of running a node is taken
 
 
+# In what a defect is found by: words that checks of undefined behavior print, too. All others are printed only by the
+# fuzzer or the address sanitizer.
+UNDEFINED = "runtime error|negation of|null pointer|out of bounds|non-zero|(?<!Address)Sanitizer|(?<!buffer-)overflow"
+
+
 @dataclass(frozen=True)
 class Defect:
     """A change of one file of the kernels that the fuzzer must find."""
@@ -72,6 +77,15 @@ class Defect:
     before: str
     after: str
     found: str  # in what the fuzzer or a sanitizer prints
+    compiled: str = ""  # of a header: a file that includes it, which is enough to find the defect
+
+    def __post_init__(self) -> None:
+        assert self.file.endswith(".h") == bool(self.compiled), f"which file shows {self.before} of {self.file}?"
+
+    @property
+    def sanitizer(self) -> build.Sanitizer:
+        """Checks of undefined behavior take most of the time to compile, and few defects need them."""
+        return build.MEMORY if re.search(UNDEFINED, self.found) else build.ADDRESSES
 
 
 DEFECTS = {
@@ -117,12 +131,14 @@ DEFECTS = {
         "  Mask mask = first_lanes(count);\n  const float* next",
         "  Mask mask = first_lanes(count + 1);\n  const float* next",
         "heap-buffer-overflow",
+        "gated_norm.c",
     ),
     "a masked store writes one lane too many": Defect(
         "vector.h",
         "  Mask mask = first_lanes(count);\n  _mm256_maskstore_ps",
         "  Mask mask = first_lanes(count + 1);\n  _mm256_maskstore_ps",
         "heap-buffer-overflow|expected",
+        "gated_norm.c",
     ),
     "a prefetch of one group of tokens goes beyond the weights": Defect(
         "block_product.c",
@@ -161,16 +177,17 @@ DEFECTS = {
         "expected",
     ),
     "halves of a byte are exchanged where 4-bit codes are loaded": Defect(
-        "vector.h", "shufflevector(x & 15, x >> 4,", "shufflevector(x >> 4, x & 15,", "expected"
+        "vector.h", "shufflevector(x & 15, x >> 4,", "shufflevector(x >> 4, x & 15,", "expected", "cached_attention.c"
     ),
     "both halves of a byte are stored in the low one": Defect(
-        "vector.h", "9, 11, 13, 15) << 4;", "9, 11, 13, 15);", "cache entry"
+        "vector.h", "9, 11, 13, 15) << 4;", "9, 11, 13, 15);", "cache entry", "cached_attention.c"
     ),
     "4-bit codes are not clipped": Defect(
         "vector.h",
         "__builtin_elementwise_max(__builtin_elementwise_min(x, splat_int(7)), splat_int(-8)) + 8",
         "(x + 8) & 15",
         "cache entry",
+        "cached_attention.c",
     ),
     "the scales of another head are those of 4-bit values": Defect(
         "cached_attention.c",
@@ -420,7 +437,7 @@ DEFECTS = {
         "block_product.c", "return e2m1 ? look_up", "return e2m1 > 1 ? look_up", "(Linear|BlockExperts).*expected"
     ),
     "a float of 4 bits has the value of its neighbour": Defect(
-        "codes.h", "20, 22, 24, 28", "20, 22, 28, 28", "(Linear|Experts|Gather).*expected"
+        "codes.h", "20, 22, 24, 28", "20, 22, 28, 28", "Gather.*expected", "block_gather.c"
     ),
     "the scales of floats of 4 bits are those of another expert": Defect(
         "block_experts.c", "scales * scale_bytes(&w.shape)", "scales * 0", "BlockExperts.*expected"
@@ -430,9 +447,10 @@ DEFECTS = {
         "return s->e2m1 ? UINT8 : s->half_scales ? HALF : FLOAT;",
         "return s->e2m1 ? FLOAT : s->half_scales ? HALF : FLOAT;",
         "accepted|refused|expected|weights of another",
+        "block_linear.c",
     ),
     "an index may be one too large": Defect(
-        "experts.h", "r->index[i] >= r->experts", "r->index[i] > r->experts", "accepted|overflow"
+        "experts.h", "r->index[i] >= r->experts", "r->index[i] > r->experts", "accepted|overflow", "experts.c"
     ),
     "ups are read where gates are": Defect(
         "experts.c", "ups = gates + w->inner_tiles", "ups = gates", "Experts.*expected"
@@ -483,7 +501,11 @@ DEFECTS = {
         "overflow|accepted",
     ),
     "a part of the outputs has the biases of the first": Defect(
-        "block_product.h", "part.bias += first * TILE", "part.bias += 0", "BlockExperts.*expected"
+        "block_product.h",
+        "part.bias += first * TILE",
+        "part.bias += 0",
+        "BlockExperts.*expected",
+        "block_experts.c",
     ),
     "the last activations are read as a whole vector": Defect(
         "quantize_activations.c", "load_first(x + i, count - i)", "load(x + i)", "heap-buffer-overflow"
@@ -494,13 +516,19 @@ DEFECTS = {
         "",
         "counted as clipped",
     ),
-    "the largest code counts as clipped": Defect("vector.h", "(x > largest)", "(x >= largest)", "counted as clipped"),
+    "the largest code counts as clipped": Defect(
+        "vector.h", "(x > largest)", "(x >= largest)", "counted as clipped", "quantize_activations.c"
+    ),
     "a static scale may be zero": Defect("quantize_activations.c", "w.scale > 0 &&", "", "accepted"),
     "a status leaks": Defect(
-        "ort.h", "  release_status(api, status);\n  return status ? otherwise", "  return status ? otherwise", "leak"
+        "ort.h",
+        "  release_status(api, status);\n  return status ? otherwise",
+        "  return status ? otherwise",
+        "leak",
+        "norm_rows.c",
     ),
     "a failing call is ignored": Defect(
-        "ort.h", "TRY(data_of(api, value, &tensor->data));", "", "null pointer|missing|Sanitizer"
+        "ort.h", "TRY(data_of(api, value, &tensor->data));", "", "null pointer|missing|Sanitizer", "norm_rows.c"
     ),
     "the last logits are read as whole vectors": Defect(
         "sampling.c",
@@ -600,8 +628,8 @@ def test_a_planted_defect_is_found(defect: Defect, whole: dict[str, Path], tmp_p
     text = (source / defect.file).read_text()
     assert text.count(defect.before) >= 1, f"{defect.file} no longer has: {defect.before}"
     (source / defect.file).write_text(text.replace(defect.before, defect.after))
-    changed = None if defect.file.endswith(".h") else frozenset({defect.file})
-    objects = whole | build.compile_kernels(source, least_level(), changed)
+    changed = frozenset({defect.compiled or defect.file})
+    objects = whole | build.compile_kernels(source, least_level(), changed, defect.sanitizer)
     done = fuzz_until_found(build.link(objects, tmp_path / "fuzz"), PLANTED_CASES, PLANTED_RUNS)
     assert done.returncode != 0, f"not found in {PLANTED_RUNS} x {PLANTED_CASES} cases: {done.stdout}"
     assert re.search(defect.found, done.stderr), done.stderr[-3000:]
