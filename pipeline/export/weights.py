@@ -85,7 +85,7 @@ def save_model(model: Any, aliases: Collection[str], checkpoint: Path, folder: P
     size = 0
     for name, tensor in tensors.items():
         if isinstance(tensor, CodedParameter):
-            reads |= {part.name: part.read for part in tensor.stored.parts}
+            reads |= {f"{name}{end}": p.read for end, p in zip((BLOCKS, SCALES), tensor.stored.parts, strict=True)}
             size += sum(math.prod(part.shape) for part in tensor.stored.parts)
         else:
             reads[name] = tensor.detach().contiguous
