@@ -106,15 +106,16 @@ def _decoded(graph: ir.Graph, value: ir.Value, tensor: CodedTensor) -> ir.Node:
     return node
 
 
-def read_float32(tensor: ir.TensorProtocol) -> NDArray[np.float32]:
-    """The values of a stored tensor; a view of the mapped file where they are float32.
+def read_float32(tensor: ir.TensorProtocol, rows: slice | None = None) -> NDArray[np.float32]:
+    """The values of a stored tensor, or of some rows of its first axis; a view of the mapped file where it is float32.
 
     onnx_ir refuses to read a file with several hard links, which may be a way around its checks of paths. Here links
     are how a graph shares the weights of its source, and every file of an artifact is known by its hash.
     """
+    wanted = ... if rows is None else rows
     if isinstance(tensor, CodedTensor):
-        return decoded(_mapped(tensor.blocks), _mapped(tensor.scales))
-    return as_float32(_mapped(tensor) if isinstance(tensor, ir.ExternalTensor) else tensor.numpy())
+        return decoded(_mapped(tensor.blocks)[wanted], _mapped(tensor.scales)[wanted])
+    return as_float32((_mapped(tensor) if isinstance(tensor, ir.ExternalTensor) else tensor.numpy())[wanted])
 
 
 def _mapped(tensor: ir.ExternalTensor) -> NDArray[Any]:
