@@ -25,8 +25,8 @@ INDEX_INPUT = 1
 
 
 @dataclass(frozen=True)
-class StoredPart:
-    """A parameter in its file, or the experts from ``begin`` up to ``end`` of it."""
+class StoredRows:
+    """A parameter in its file, or what it has from ``begin`` up to ``end`` along its first axis: some experts."""
 
     tensor: ir.ExternalTensor
     begin: int = 0
@@ -42,25 +42,26 @@ class StoredPart:
         return read_float32(self.tensor, None if self.end is None else slice(self.begin, self.end))
 
 
-def cut_experts(model: ir.Model, limit: int) -> dict[ir.Value, StoredPart]:
+def cut_experts(model: ir.Model, limit: int) -> dict[ir.Value, StoredRows]:
     """Cut each node of experts whose weights take more than ``limit`` bytes in float32. The parts of their weights.
 
     What is no parameter, or a transposed one, is left as it is.
     """
-    parts: dict[ir.Value, StoredPart] = {}
+    parts: dict[ir.Value, StoredRows] = {}
     for node in [node for node in model.graph if is_experts(node)]:
         weights = [_parameter(node.inputs[number]) for number in (UP_INPUT, DOWN_INPUT)]
-        tensors = [weight.const_value for weight in weights if weight is not None]
-        if not all(isinstance(tensor, ir.ExternalTensor) for tensor in tensors) or len(tensors) < len(weights):
+        values = [weight.const_value for weight in weights if weight is not None]
+        tensors = [tensor for tensor in values if isinstance(tensor, ir.ExternalTensor)]
+        if len(tensors) < len(weights):
             continue
-        experts, size = tensors[0].shape[0], sum(4 * tensor.size for tensor in tensors if tensor is not None)
-        count = min(int(experts), -(-size // limit))
+        experts, size = tensors[0].shape.numpy()[0], sum(4 * tensor.size for tensor in tensors)
+        count = min(experts, -(-size // limit))
         if count > 1:
-            _cut(model.graph, node, [int(experts) * part // count for part in range(count + 1)], parts)
+            _cut(model.graph, node, [experts * part // count for part in range(count + 1)], parts)
     return parts
 
 
-def _cut(graph: ir.Graph, node: ir.Node, bounds: list[int], parts: dict[ir.Value, StoredPart]) -> None:
+def _cut(graph: ir.Graph, node: ir.Node, bounds: list[int], parts: dict[ir.Value, StoredRows]) -> None:
     output, added = node.outputs[0], list[ir.Node]()
     total: ir.Value | None = None
 
@@ -81,7 +82,7 @@ def _cut(graph: ir.Graph, node: ir.Node, bounds: list[int], parts: dict[ir.Value
             return add(producer.op_type, [whole], like, attributes=dict(producer.attributes))
         found = ir.Value(name=f"{value.name}[{begin}:{end}]", shape=shape, type=value.type)
         assert isinstance(value.const_value, ir.ExternalTensor)
-        parts[found] = StoredPart(value.const_value, begin, end)
+        parts[found] = StoredRows(value.const_value, begin, end)
         return found
 
     index = node.inputs[INDEX_INPUT]

@@ -112,7 +112,7 @@ class PortableGraph(Record):
     def cached_heads(self) -> Counter[CachedHeads]:
         """How many layers keep keys and values of so many heads and channels: windowed ones may have others."""
         tensors = ({t.name: t.shape for t in one.tensors} for one in self.state if isinstance(one, Paged))
-        return Counter(CachedHeads(*shape["key"], shape["value"][1]) for shape in tensors)
+        return Counter(CachedHeads(shape["key"][0], shape["key"][1], shape["value"][1]) for shape in tensors)
 
     @property
     def cached_layers(self) -> tuple[int, ...]:

@@ -45,10 +45,10 @@ def load_graph(path: Path) -> ir.Model:
     graph = model.graph
     for node in [node for node in graph if (node.domain, node.op_type) == (DOMAIN, DECODE)]:
         blocks, scales = (value for value in node.inputs if value is not None)
-        tensors = blocks.const_value, scales.const_value
-        assert isinstance(tensors[0], ir.ExternalTensor) and isinstance(tensors[1], ir.ExternalTensor)
+        codes, powers = blocks.const_value, scales.const_value
+        assert isinstance(codes, ir.ExternalTensor) and isinstance(powers, ir.ExternalTensor)
         name = (blocks.name or "").removesuffix(BLOCKS)
-        tensor = CodedTensor(name, *tensors)
+        tensor = CodedTensor(name, codes, powers)
         value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         ir.convenience.replace_all_uses_with(node.outputs[0], value)
         graph.remove(node, safe=True)

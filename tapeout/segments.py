@@ -19,7 +19,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tapeout.expert_parts import StoredPart, cut_experts
+from tapeout.expert_parts import StoredRows, cut_experts
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
 
@@ -56,7 +56,7 @@ class SegmentedGraph:
         graph = model.graph
         parts = cut_experts(model, segment_bytes)
         stored = {
-            name: StoredPart(value.const_value)
+            name: StoredRows(value.const_value)
             for name, value in graph.initializers.items()
             if isinstance(value.const_value, ir.ExternalTensor)
         }

@@ -81,7 +81,9 @@ def test_attention_of_layers_with_other_heads_is_timed_by_itself(
     record = graph.record.model_copy(update={"state": state, "layers": 3})
     found = cost_table(recipe(), record, measure=True)
     assert timed_heads == [(4, 8, 16), (8, 8, 8)]
-    seconds = found.cache(record, recipe().plan.kv_cache).seconds
+    cache = recipe().plan.kv_cache
+    assert isinstance(cache, KVCache)
+    seconds = found.cache(record, cache).seconds
     assert seconds and all(taken == pytest.approx(4 + 8 + 8) for taken in seconds.values())
 
 
