@@ -37,6 +37,7 @@ from pydantic import ValidationError
 from safetensors import safe_open
 
 from quantization.stored import Declared, Parts, check, experts_of, quantized_modules, whole
+from tapeout.coded_parameters import BLOCKS, SCALES, as_weight, coded_names, decoded, parameter_shape
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
 from tapeout.formats import formats
@@ -78,6 +79,10 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._tensors = _tensors(folder)
+        self._coded = {
+            name: (self._tensors.pop(f"{name}{BLOCKS}"), self._tensors.pop(f"{name}{SCALES}"))
+            for name in coded_names({name: tensor.dtype for name, tensor in self._tensors.items()})
+        }
         self._modules = _quantized(self._tensors)
         groups = _groups_of(folder / "config.json") if self._modules else []
         self._schemes = {module: _scheme(module, parts, groups) for module, parts in self._modules.items()}
@@ -87,9 +92,8 @@ class Checkpoint:
         packed = {f"{module}.weight_packed": module for module in self._modules}
         experts = {module for module, parts in self._modules.items() if experts_of(parts)}
         found = (packed.get(name, name) for name in self._tensors if not _is_side_part(name))
-        return tuple(
-            sorted({f"{name}.weight" if name in self._modules and name not in experts else name for name in found})
-        )
+        named = {f"{name}.weight" if name in self._modules and name not in experts else name for name in found}
+        return tuple(sorted(named.union(self._coded)))
 
     def is_quantized(self, name: str) -> bool:
         return _module(name) in self._modules
@@ -112,18 +116,33 @@ class Checkpoint:
 
     def tensor(self, name: str) -> FloatArray:
         """An unquantized tensor as float32, in its own shape."""
+        if name in self._coded:
+            blocks, scales = (stored.read() for stored in self._coded[name])
+            return decoded(blocks, scales)
         return as_float32(self._tensor(name).read())
 
     def part(self, name: str, index: int) -> FloatArray:
         """One expert of an unquantized parameter, as float32."""
+        if name in self._coded:
+            blocks, scales = (stored.read_part(index) for stored in self._coded[name])
+            return as_weight(blocks, scales).dequantize().T
         return as_float32(self._tensor(name).read_part(index))
+
+    def codes(self, name: str) -> QuantizedWeight | None:
+        """Of an unquantized parameter that its source stores as codes, these, ``[E, N, K]``; None for any other."""
+        if name not in self._coded:
+            return None
+        blocks, scales = (stored.read() for stored in self._coded[name])
+        return as_weight(blocks, scales)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of an unquantized tensor, from the header alone."""
-        return self._tensor(name).shape
+        return parameter_shape(self._coded[name][0].shape) if name in self._coded else self._tensor(name).shape
 
     def stored_bytes(self, name: str) -> int:
         """Bytes of a parameter in the file, with its scales and zero points; read from the header alone."""
+        if name in self._coded:
+            return sum(tensor.bytes for tensor in self._coded[name])
         parts = (name, *(f"{_module(name)}.{part}" for part in PARTS))
         return sum(self._tensors[part].bytes for part in parts if part in self._tensors)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantization.kv_cache import BITS
@@ -18,7 +18,7 @@ from quantization.units import (
     resolve,
 )
 from tapeout.operators.experts import share_read
-from tapeout.portable_graph import LinearGroup, PortableGraph
+from tapeout.portable_graph import CachedHeads, LinearGroup, PortableGraph
 from tapeout.quantized import is_e4m3
 from tapeout.recipe import THROUGHPUT_STREAMS, KVCache, Plan
 from tapeout.schemes import FLOAT, Scheme
@@ -50,7 +50,7 @@ class CostTable:
     context: int  # tokens in the KV cache of each sequence
     bytes: Mapping[Shape, Mapping[str, int]]
     seconds: Mapping[Shape, Mapping[str, Mapping[int, float]]]
-    attention: Mapping[str, Mapping[int, float]]  # of one layer, by a cache's dtype and tokens of a step
+    attention: Mapping[str, Mapping[int, float]]  # of one layer, the mean, by a cache's dtype and tokens of a step
     timed: bool = True  # False: seconds follow from what the target declares
     float_bits: int = 32  # of a KV cache that is not quantized
 
@@ -72,7 +72,7 @@ class CostTable:
         each, and one for a snapshot.
         """
         layers = len(graph.cached_layers)
-        channels = layers * graph.kv_heads * (graph.head_size + graph.value_size)
+        channels = sum(count * heads.channels for heads, count in graph.cached_heads.items())
         bits = BITS.get(settings.dtype, self.float_bits)
         scales = channels * SCALE_BYTES if settings.dtype in BITS else 0
         return Cost(
@@ -158,18 +158,30 @@ def declared_costs(
             seconds[columns, outputs][scheme.name] = {
                 count: throughput.seconds(size, 2 * count * columns * outputs, inputs) for count in counts
             }
-    channels = graph.kv_heads * (graph.head_size + graph.value_size)
+
+    def attended(heads: CachedHeads, dtype: str) -> dict[int, float]:
+        """By tokens of a step: each up to ``slots`` is of a sequence of its own, more are one prompt."""
+        bits = context * heads.channels * BITS.get(dtype, float_bits)
+        return {count: throughput.seconds((count if count <= slots else 1) * bits // 8, 0) for count in tokens}
+
     attention = {
-        cache.dtype: {
-            # Each row up to ``slots`` is a sequence of its own, more rows are one prompt.
-            count: throughput.seconds(
-                (count if count <= slots else 1) * context * channels * BITS.get(cache.dtype, float_bits) // 8, 0
-            )
-            for count in tokens
-        }
+        cache.dtype: mean_of_layers(graph, tokens, lambda heads, dtype=cache.dtype: attended(heads, dtype))
         for cache in caches(plan.kv_cache, graph, candidates)
     }
     return CostTable(target, 0, slots, context, sizes, seconds, attention, timed=False, float_bits=float_bits)
+
+
+def mean_of_layers(
+    graph: PortableGraph, tokens: Collection[int], seconds: Callable[[CachedHeads], Mapping[int, float]]
+) -> dict[int, float]:
+    """Of a layer's attention, by ``tokens`` of a step, as far as they were timed; 0 in a model without attention.
+
+    ``seconds``: of a layer that keeps so many heads and channels.
+    """
+    layers = max(1, len(graph.cached_layers))
+    parts = [(count / layers, seconds(heads)) for heads, count in graph.cached_heads.items()]
+    timed = [n for n in tokens if all(n in taken for _, taken in parts)]
+    return {n: sum(share * taken[n] for share, taken in parts) for n in timed}
 
 
 def schemes_by_shape(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,11 +28,10 @@ from quantization.stored import (
     quantized_modules,
     stored_name,
 )
+from tapeout.coded_parameters import decoded
 from tapeout.errors import QuantizationError
-from tapeout.formats.mxfp4 import BLOCK, FORMAT, encode_scales
+from tapeout.formats.mxfp4 import BLOCK, FORMAT
 from tapeout.number_format import AnyArray, Coded, FloatArray, Tensors
-from tapeout.quantized import QuantizedWeight
-from tapeout.schemes import Scheme
 from tapeout.tensor_files import FLOATS
 
 MXFP4 = FORMAT.name
@@ -61,6 +60,11 @@ def describe(config: Mapping[str, Any]) -> str:
 Read = Callable[[], torch.Tensor]
 
 
+def keeps_codes(config: Any) -> bool:
+    """Whether all that is quantized are parameters that need not be dequantized (tapeout/coded_parameters.py)."""
+    return isinstance(config, Mapping) and cast("Mapping[str, Any]", config).get("quant_method") == MXFP4
+
+
 def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dict[str, Read]:
     """By name of the parameter, what reads it: quantized ones in float32, those of MXFP4 in bfloat16, which holds them
     exactly, others as they are stored.
@@ -83,7 +87,8 @@ def dequantized(stored: Mapping[str, Stored], config: Any, *, tied: bool) -> dic
         declared = declare(module, config)
         shape = check(module, parts, declared)
         if declared.layout == MXFP4:
-            found[module] = partial(_read_mxfp4, module, parts)
+            _array(module, "_scales", parts["_scales"])  # refused here: where codes stay, nobody may read them again
+            found[module] = partial(_read_mxfp4, parts)
         else:
             found[f"{module}.weight"] = partial(_read, module, parts, declared, shape)
         for part in parts:
@@ -143,16 +148,10 @@ def _read(module: str, parts: Parts, declared: Declared, shape: Shape) -> torch.
     return torch.from_numpy(weight)
 
 
-def _read_mxfp4(module: str, parts: Parts) -> torch.Tensor:
+def _read_mxfp4(parts: Parts) -> torch.Tensor:
     """``[experts, K, N]`` in bfloat16, as the model has the weights that are stored ``[experts, N, K]``."""
-    blocks: AnyArray = parts["_blocks"].read().numpy()
-    scales = encode_scales(_array(module, "_scales", parts["_scales"]))
-    weight = torch.empty((len(blocks), BLOCK * blocks.shape[2], blocks.shape[1]), dtype=torch.bfloat16)
-    for expert, (codes, of_blocks) in enumerate(zip(blocks, scales, strict=True)):
-        stored = {"weight_packed": codes.reshape(len(codes), -1), "weight_scale": of_blocks}
-        linear = QuantizedWeight.of(FORMAT.decode(stored), Scheme.model_validate({"format": MXFP4}))
-        weight[expert] = torch.from_numpy(linear.dequantize()).T
-    return weight
+    blocks, scales = (parts[name].read().numpy() for name in ("_blocks", "_scales"))
+    return torch.from_numpy(decoded(blocks, scales)).to(torch.bfloat16)
 
 
 def _array(module: str, part: str, stored: Stored) -> AnyArray:

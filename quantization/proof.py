@@ -94,10 +94,12 @@ class QuantizationProof(Frozen):
         return not self.reasons
 
 
-def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatArray]) -> list[TensorInventory]:
+def count_tensors(
+    checkpoint: Checkpoint, name: str, source: Callable[[int | None], FloatArray]
+) -> list[TensorInventory]:
     """Read one parameter back from the file; each expert by itself where it holds some.
 
-    ``source``: its weight ``[..., N, K]`` before it was quantized.
+    ``source``: its weight ``[N, K]`` before it was quantized, or that of one expert.
     """
     if not checkpoint.is_quantized(name):
         shape = checkpoint.shape(name)
@@ -113,32 +115,45 @@ def count_tensors(checkpoint: Checkpoint, name: str, source: Callable[[], FloatA
         ]
     linear = checkpoint.linear(name)
     assert isinstance(linear, QuantizedWeight)
-    weight, size = source(), checkpoint.stored_bytes(name)
+    size = checkpoint.stored_bytes(name)
+    if linear.codes.ndim == 2:
+        weight = source(None)
+        _require_shape(name, linear, weight)
+        return [_count(name, linear, weight, size)]
+    experts = len(linear.codes)
+    found: list[TensorInventory] = []
+    ranges: list[FloatArray] = []
+    for expert in range(experts):
+        part, own = linear.part(expert), source(expert)
+        _require_shape(f"{name}, expert {expert},", part, own)
+        counted = _count(name, part, own, size * (expert + 1) // experts - size * expert // experts)
+        error = np.square(part.dequantize() - own, dtype=np.float64).sum()
+        distance = float(error / max(np.square(own, dtype=np.float64).sum(), _NO_SIZE))
+        rounded = not counted.exact and nearest_if_exact([own], linear.scheme) is not None
+        found.append(counted.model_copy(update={"expert": expert, "distance": distance, "rounded": rounded}))
+        ranges.append(np.abs(fit_range(own, linear.scheme).scales).reshape(-1))
+    owners = enumerate(_owners(linear, np.stack(ranges)))
+    return [
+        found[expert].model_copy(update={"scales_of": None if owner == expert else owner}) for expert, owner in owners
+    ]
+
+
+def _require_shape(name: str, linear: QuantizedWeight, weight: FloatArray) -> None:
     if weight.shape != linear.codes.shape:
         raise QuantizationError(
             f"{name} is stored as {list(linear.codes.shape)}", expected=f"{list(weight.shape)}, as in the source"
         )
-    if weight.ndim == 2:
-        return [_count(name, linear, weight, size)]
-    experts, owners = len(weight), _owners(linear, weight)
-    found: list[TensorInventory] = []
-    for expert, owner in enumerate(owners):
-        part, own = linear.part(expert), weight[expert]
-        counted = _count(name, part, own, size * (expert + 1) // experts - size * expert // experts)
-        error = np.square(part.dequantize() - own, dtype=np.float64).sum()
-        distance = float(error / max(np.square(own, dtype=np.float64).sum(), _NO_SIZE))
-        judged = {"distance": distance, "scales_of": None if owner == expert else owner}
-        judged |= {"rounded": not counted.exact and nearest_if_exact([own], linear.scheme) is not None}
-        found.append(counted.model_copy(update={"expert": expert} | judged))
-    return found
 
 
-def _owners(linear: QuantizedWeight, weight: FloatArray) -> list[int]:
-    """By expert, the one whose weights its scales fit: another only where it is clearly that one."""
-    wanted = [np.abs(fit_range(part, linear.scheme).scales).reshape(-1) for part in weight]
+def _owners(linear: QuantizedWeight, wanted: FloatArray) -> list[int]:
+    """By expert, the one whose weights its scales fit: another only where it is clearly that one.
+
+    ``wanted``: the scales that the range of each expert's weights asks for.
+    """
+    experts = len(wanted)
     stored, ranges = (
-        np.log(np.maximum(scales.reshape(len(weight), -1), np.finfo(np.float32).tiny)).astype(np.float64)
-        for scales in (np.abs(linear.scales), np.stack(wanted))
+        np.log(np.maximum(scales.reshape(experts, -1), np.finfo(np.float32).tiny)).astype(np.float64)
+        for scales in (np.abs(linear.scales), wanted)
     )
     # A range that is narrowed everywhere alike says nothing of whose it is.
     stored, ranges = (logs - logs.mean(axis=1, keepdims=True) for logs in (stored, ranges))

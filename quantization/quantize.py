@@ -109,10 +109,10 @@ def quantize(
     return load(folder, QuantizedModel)
 
 
-def _source_weight(graph: PortableGraph, source: Checkpoint, name: str) -> FloatArray:
-    """``[..., N, K]``."""
+def _source_weight(graph: PortableGraph, source: Checkpoint, name: str, expert: int | None) -> FloatArray:
+    """``[N, K]``."""
     group = next((group for group in graph.groups if name in group.members and group.name != HEAD), None)
-    weight = source.tensor(name)
+    weight = source.tensor(name) if expert is None else source.part(name, expert)
     return weight if group is None else out_by_in(weight, group)
 
 

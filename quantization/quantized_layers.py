@@ -54,7 +54,7 @@ from tapeout.number_format import FloatArray
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.progress import ProgressBar
 from tapeout.quantized import QuantizedWeight, format_of, stacked
-from tapeout.recipe import KVCache, Quantize
+from tapeout.recipe import BASELINE, KVCache, Quantize
 from tapeout.schemes import FLOAT, Scheme
 
 
@@ -216,6 +216,11 @@ class LayersJob:
     def _experts(self, group: LinearGroup, scheme: Scheme, result: LayerResult) -> None:
         """Add the group's one weight to ``result``."""
         name = group.members[0]
+        stored = self.source.codes(name)
+        if stored is not None and stored.scheme == scheme:
+            result.tensors[name] = stored
+            result.reports.append(_experts_report(group, scheme, [], self._visits(group)))
+            return
         found: list[SearchResult] = []
         for expert in range(group.experts):
             weight = out_by_in(self.source.part(name, expert), group)
@@ -275,8 +280,10 @@ def _report(
 def _experts_report(
     group: LinearGroup, scheme: Scheme, found: list[SearchResult], visits: Sequence[int]
 ) -> LinearReport:
-    """Errors are means over the experts, weighted by their visits; the method is that of most of them."""
-    methods = Counter(one.members[0].method for one in found)
+    """Errors are means over the experts, weighted by their visits; the method is that of most of them. Nothing found:
+    the codes of the source are kept.
+    """
+    methods = Counter(one.members[0].method for one in found) or Counter([BASELINE])
     share = np.array(visits, np.float64) / sum(visits)
     return LinearReport(
         name=group.members[0],
@@ -287,8 +294,8 @@ def _experts_report(
         scheme=scheme,
         method=methods.most_common(1)[0][0],
         input_scale="identity",
-        error_rtn=float(share @ [one.errors_rtn[0] for one in found]),
-        error=float(share @ [one.members[0].error for one in found]),
+        error_rtn=float(share @ [one.errors_rtn[0] for one in found]) if found else 0.0,
+        error=float(share @ [one.members[0].error for one in found]) if found else 0.0,
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tapeout.coded_parameters import StoredCodes, with_codes
 from tapeout.errors import ModelError
-from tapeout.mapped_weights import HALF, compute_in_float32
+from tapeout.mapped_weights import HALF, CodedParameter, compute_in_float32
 from tapeout.tensor_files import stored_tensors
 
 
@@ -19,11 +20,16 @@ def open_model(folder: Path, weights: Mapping[str, Tensor] | None = None) -> Any
 
     ``weights``: those of the folder unless given. :class:`ModelError` as :func:`fill` has it.
     """
-    weights = {n: stored.read() for n, stored in stored_tensors(folder).items()} if weights is None else weights
+    weights = _mapped(folder) if weights is None else weights
     model = empty_model(folder)
     fill(model, weights)
     compute_in_float32(model)
     return model
+
+
+def _mapped(folder: Path) -> dict[str, Tensor]:
+    stored = with_codes(stored_tensors(folder))
+    return {n: CodedParameter.of(t) if isinstance(t, StoredCodes) else t.read() for n, t in stored.items()}
 
 
 def empty_model(folder: Path) -> Any:
@@ -110,4 +116,6 @@ def _read(weights: Mapping[str, Tensor], name: str, shape: torch.Size) -> nn.Par
             expected=f"{list(shape)}, as its configuration says",
             remedy="restore the configuration that the weights were saved with",
         )
+    if isinstance(stored, CodedParameter):
+        return stored
     return nn.Parameter(stored if stored.dtype in HALF else stored.float(), requires_grad=False)

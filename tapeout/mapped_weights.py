@@ -3,7 +3,8 @@
 transformers reads a checkpoint into memory and converts it: that takes twice the memory of its file before anything is
 computed. Here a parameter is a view of the mapped file, which the system reads when it is used and drops when memory is
 short. A module computes with float32 copies, which live as long as its call. Embeddings and linears convert the rows or
-outputs that they need, some at a time: lm_head alone may be 2 GB.
+outputs that they need, some at a time: lm_head alone may be 2 GB. Codes are decoded where others are converted
+(tapeout/coded_parameters.py).
 """
 
 from __future__ import annotations
@@ -18,11 +19,25 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from tapeout.coded_parameters import StoredCodes
+
 HALF = (torch.float16, torch.bfloat16)
 SLICED = (nn.Embedding, nn.Linear)
 OUTPUTS_AT_ONCE = 16384  # of a linear, converted to float32 together
 PIECE = 1 << 22  # elements that are looked at in one go
 _CONTEXT = "float32_context"  # of a module, during its call
+
+
+class CodedParameter(nn.Parameter):
+    """A parameter that is stored as codes. It has a shape and no memory; what does not decode it reads NaN."""
+
+    stored: StoredCodes
+
+    @classmethod
+    def of(cls, stored: StoredCodes) -> CodedParameter:
+        made = cls(torch.full((), torch.nan, dtype=torch.bfloat16).expand(stored.shape), requires_grad=False)
+        made.stored = stored
+        return made
 
 
 def compute_in_float32(model: nn.Module) -> None:
@@ -57,7 +72,11 @@ def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def widened(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """A context in which 16-bit parameters are float32 copies."""
-    return _exchanged((parameter for parameter in parameters if parameter.dtype in HALF), Tensor.float)
+    return _exchanged((parameter for parameter in parameters if parameter.dtype in HALF), _float32)
+
+
+def _float32(parameter: nn.Parameter) -> Tensor:
+    return parameter.stored.read_float32() if isinstance(parameter, CodedParameter) else parameter.data.float()
 
 
 def weight_at_call(
@@ -82,14 +101,14 @@ def weight_at_call(
 
 def weightless(model: nn.Module) -> AbstractContextManager[None]:
     """A context in which parameters are float32 and take no memory: for tracing, which needs shapes alone."""
-    return _exchanged(model.parameters(), lambda data: torch.zeros(()).expand(data.shape))
+    return _exchanged(model.parameters(), lambda parameter: torch.zeros(()).expand(parameter.shape))
 
 
 @contextmanager
-def _exchanged(parameters: Iterable[nn.Parameter], change: Callable[[Tensor], Tensor]) -> Generator[None]:
+def _exchanged(parameters: Iterable[nn.Parameter], change: Callable[[nn.Parameter], Tensor]) -> Generator[None]:
     held = [(parameter, parameter.data) for parameter in parameters]
-    for parameter, data in held:
-        parameter.data = change(data)
+    for parameter, _ in held:
+        parameter.data = change(parameter)
     try:
         yield
     finally:

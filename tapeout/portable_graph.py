@@ -8,7 +8,8 @@ holds the same tensors: two artifacts, one copy on the disk.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections import Counter
+from typing import ClassVar, Literal, NamedTuple
 
 from tapeout.artifact import Frozen, ParentTypes, Record
 from tapeout.state import LayerState, Paged
@@ -64,8 +65,20 @@ class LinearGroup(Frozen):
         return max(1, self.experts) * self.in_features * sum(self.out_features)
 
 
+class CachedHeads(NamedTuple):
+    """What attention of a layer keeps of a token: a key and a value for each of its KV heads."""
+
+    kv_heads: int
+    head_size: int
+    value_size: int
+
+    @property
+    def channels(self) -> int:
+        return self.kv_heads * (self.head_size + self.value_size)
+
+
 class PortableGraph(Record):
-    """``dequantized``: how the checkpoint stored weights that are in float32 here; None where they were floats."""
+    """``dequantized``: how the checkpoint stored weights that are read as float32 here; None where they were floats."""
 
     artifact_type: ClassVar[str] = "PortableGraph"
     schema_version: ClassVar[int] = 8
@@ -76,7 +89,7 @@ class PortableGraph(Record):
     layers: int
     state: tuple[LayerState, ...]  # what they keep, in float32
     hidden_size: int
-    # of the first attention, as the next three: costs are estimated as if all were like it; 0 where there is none
+    # of the first attention, as the next three; 0 where there is none
     heads: int
     kv_heads: int
     head_size: int  # of queries and keys
@@ -94,6 +107,12 @@ class PortableGraph(Record):
     dequantized: str | None = None
     max_relative_error: float  # logits on ONNX Runtime against transformers, measured at export
     versions: dict[str, str]
+
+    @property
+    def cached_heads(self) -> Counter[CachedHeads]:
+        """How many layers keep keys and values of so many heads and channels: windowed ones may have others."""
+        tensors = ({t.name: t.shape for t in one.tensors} for one in self.state if isinstance(one, Paged))
+        return Counter(CachedHeads(shape["key"][0], shape["key"][1], shape["value"][1]) for shape in tensors)
 
     @property
     def cached_layers(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Run a portable graph on ONNX Runtime in segments, each with its own weights: memory holds one segment's, not all.
 
-The nodes are cut in topological order, so that the weights of a segment take at most so many bytes (or are one tensor).
+The nodes are cut in topological order, so that the weights of a segment take at most so many bytes (or are one tensor,
+or one expert's). A layer's experts are cut into several nodes (expert_parts.py).
 Weights are inputs of a segment's session and are read from the mapped file when its turn comes. All calls go through a
 segment before the next one, so weights are read once. Values that later segments read are kept until the last of them.
 Nothing is known of layers or their names.
@@ -18,7 +19,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from tapeout.portable_model import load_graph, read_float32
+from tapeout.expert_parts import StoredRows, cut_experts
+from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
 
 SEGMENT_BYTES = 1 << 30  # of weights in float32
@@ -52,17 +54,19 @@ class SegmentedGraph:
     def __init__(self, path: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         model = load_graph(path)
         graph = model.graph
-        self._weights = {
-            name: value.const_value
+        parts = cut_experts(model, segment_bytes)
+        stored = {
+            name: StoredRows(value.const_value)
             for name, value in graph.initializers.items()
             if isinstance(value.const_value, ir.ExternalTensor)
         }
-        values = [graph.initializers.pop(name) for name in self._weights]
-        graph.inputs.extend(values)
+        values = [graph.initializers.pop(name) for name in stored]
+        graph.inputs.extend([*(value for value in values if value.uses()), *parts])
+        self._weights = stored | {value.name or "": part for value, part in parts.items()}
         graph.sort()
         proto = ir.to_proto(model)
         self.outputs = frozenset(value.name for value in proto.graph.output)
-        self._segments = _cut(proto, {name: 4 * tensor.size for name, tensor in self._weights.items()}, segment_bytes)
+        self._segments = _cut(proto, {name: 4 * part.size for name, part in self._weights.items()}, segment_bytes)
         for segment in self._segments:
             segment.session = _session(proto, segment)
 
@@ -108,7 +112,7 @@ class SegmentedGraph:
                 call.take(name, array)
 
     def _read(self, names: Iterable[str]) -> Arrays:
-        return {name: read_float32(self._weights[name]) for name in names}
+        return {name: self._weights[name].read() for name in names}
 
 
 def _cut(proto: onnx.ModelProto, weights: Mapping[str, int], limit: int) -> list[_Segment]:

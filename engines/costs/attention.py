@@ -1,7 +1,8 @@
 """What attention costs on this machine: measured seconds of a layer by dtype of the KV cache (engines/costs/timing.py).
 
 What is timed is what the target's own passes make of one layer's attention as it is exported, rotary embedding
-included, behind one linear for queries, keys and values that is not timed. It attends to the whole cache. What a
+included, behind one linear for queries, keys and values that is not timed. Layers that keep other heads or channels
+are timed by themselves, each with the query heads of the first one. It attends to the whole cache. What a
 graph's record does not tell is left out: a window, a soft cap, partial rotary. Copies have caches of their own.
 
 B  sequences      S  tokens of each      T  tokens in the cache      H, G  heads, of queries and of keys

@@ -1,7 +1,8 @@
 """Load a checkpoint as a causal language model that computes in float32, with every stored tensor in its place.
 
-Float checkpoints stay in their files (:mod:`pipeline.export.mapped`). Quantized ones and GGUF files are dequantized
-into files, and experts that are stored one by one are stacked into files, so that no model is held in memory.
+Float checkpoints stay in their files (:mod:`pipeline.export.mapped`), as do experts in MXFP4
+(:mod:`tapeout.coded_parameters`). Other quantized ones and GGUF files are dequantized into files, and experts that are
+stored one by one are stacked into files, so that no model is held in memory.
 
 transformers fills a missing tensor with random numbers, drops a tensor that it does not know, and goes on. Here each is
 an error that names the tensor. What can be refused from ``config.json`` and from the headers of the weights files is
@@ -25,10 +26,11 @@ from pipeline.export import gguf
 from pipeline.export.composed import composed, is_composed
 from pipeline.export.mapped import place_stored, stand_ins
 from pipeline.export.weights import write_weights
-from quantization.dequantize import dequantized, describe
+from quantization.dequantize import dequantized, describe, keeps_codes
 from runtime.gateway.text.sampling_defaults import GENERATION_CONFIG, read_defaults
+from tapeout.coded_parameters import StoredCodes, with_codes
 from tapeout.errors import ExportError, one_line
-from tapeout.mapped_weights import compute_in_float32, is_finite
+from tapeout.mapped_weights import CodedParameter, compute_in_float32, is_finite
 from tapeout.operators.experts.in_torch import require_interface
 from tapeout.tensor_files import FLOATS, StoredTensor, few, stored_tensors
 
@@ -40,7 +42,8 @@ DECODER = "a decoder that transformers.AutoModelForCausalLM knows"
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """``dequantized``: how the checkpoint stored its weights, where they were quantized; those are float32 then.
+    """``dequantized``: how the checkpoint stored its weights, where they were quantized; but for codes that stay, those
+    are float32 then.
 
     ``weights``: the folder whose files the parameters are mapped from; without a scratch folder it may be gone.
     """
@@ -74,26 +77,26 @@ def _load_folder(folder: Path, scratch: Path) -> LoadedCheckpoint:
     written = _read_config(folder)
     config = _config(folder)
     skeleton = _require_decoder(config, written.get("architectures"), str(folder))
-    stored, weights = stored_tensors(folder), folder
+    tensors, weights = stored_tensors(folder), folder
     quantization = written.get("quantization_config") or written.get("compression_config")
-    reads = {name: tensor.read for name, tensor in stored.items()}
+    reads = {name: tensor.read for name, tensor in tensors.items()}
     if quantization is None:
-        _require_floats(stored)
+        _require_floats(tensors)
     else:
-        reads = dequantized(stored, quantization, tied=bool(_text(config).tie_word_embeddings))
-    if quantization is not None or is_composed(skeleton, reads):
+        reads = dequantized(tensors, quantization, tied=bool(_text(config).tie_word_embeddings))
+    if not (quantization is None or keeps_codes(quantization)) or is_composed(skeleton, reads):
         write_weights(scratch, composed(skeleton, reads))
-        stored, weights = stored_tensors(scratch), scratch
-        vars(config).pop("quantization_config", None)
-        vars(config).pop("compression_config", None)
-    model = _placed(type(skeleton), config, stored, str(folder))
+        tensors, weights = stored_tensors(scratch), scratch
+    vars(config).pop("quantization_config", None)
+    vars(config).pop("compression_config", None)
+    model = _placed(type(skeleton), config, with_codes(tensors), str(folder))
     if (folder / GENERATION_CONFIG).is_file():
         read_defaults(folder)  # so that what no request may have is refused here, and not by the server
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return LoadedCheckpoint(model, None if quantization is None else describe(quantization), weights)
 
 
-def _placed(kind: Any, config: Any, stored: Mapping[str, StoredTensor], where: str) -> Any:
+def _placed(kind: Any, config: Any, stored: Mapping[str, StoredTensor | StoredCodes], where: str) -> Any:
     """The model, its parameters mapped from their files."""
     tensors = stand_ins(stored, _text(config).vocab_size)
     model = _filled(kind, config, tensors, where)
@@ -314,7 +317,11 @@ def _require_tied(model: Any, where: str) -> None:
 
 
 def _require_finite(model: Any) -> None:
-    broken = [name for name, tensor in model.named_parameters() if not is_finite(tensor)]
+    broken = [
+        name
+        for name, tensor in model.named_parameters()
+        if not (tensor.stored.is_finite() if isinstance(tensor, CodedParameter) else is_finite(tensor))
+    ]
     broken += [name for name, tensor in model.named_buffers() if not is_finite(tensor)]
     if broken:
         raise ExportError(

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
-from tapeout.mapped_weights import HALF, PIECE
+from tapeout.coded_parameters import StoredCodes
+from tapeout.mapped_weights import HALF, PIECE, CodedParameter
 from tapeout.tensor_files import FLOATS, StoredTensor
 
-Stored = Mapping[str, StoredTensor]
+Stored = Mapping[str, StoredTensor | StoredCodes]
 
 
 def stand_ins(stored: Stored, vocabulary: int) -> dict[str, torch.Tensor]:
@@ -48,8 +49,13 @@ def place_stored(model: torch.nn.Module, placed: Mapping[str, torch.Tensor], sto
     )
     if any(name is None for _, name in parameters):
         return False
+    for module in model.modules():
+        for at, parameter in list(module.named_parameters(recurse=False)):
+            coded = stored[names[parameter.untyped_storage().data_ptr()]]
+            if isinstance(coded, StoredCodes):
+                setattr(module, at, CodedParameter.of(coded))
     for value, name in [*parameters, *buffers]:
-        if name is not None:
+        if name is not None and isinstance(stored[name], StoredTensor):
             read = stored[name].read()
             keep = read.dtype in HALF and isinstance(value, torch.nn.Parameter)
             value.data = read if keep else read.to(value.dtype)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from pipeline.export import gguf
 from tapeout.adapters import read_adapter
+from tapeout.coded_parameters import StoredCodes, with_codes
 from tapeout.resources import Needs
 from tapeout.segments import SEGMENT_BYTES
-from tapeout.tensor_files import FLOATS, stored_tensors
+from tapeout.tensor_files import FLOATS, StoredTensor, stored_tensors
 from tapeout.tensor_writer import ELEMENT_BYTES
 
 BASE_BYTES = 900 << 20  # torch, transformers, the traced graph, and random caches of the check
 CODES = 8  # weights in a 32-bit word of codes, where the configuration does not say
 STACKED = re.compile(r"\.experts\.\d+\.")  # in names of weights that transformers stacks
-HALVES = "_blocks"  # at the end of the name of codes of MXFP4: two a byte, written in bfloat16
 STACKED_COPIES = 2  # of a layer's experts: gates and ups are stacked, and then joined
 WRITTEN = 4  # copies of a tensor while it is dequantized: codes, scales, zero points, and its float32 words
 
@@ -71,17 +71,14 @@ def _sizes(folder: Path, entry: str) -> _Sizes:
     if entry.endswith(".gguf"):
         elements = [*gguf.read_header(folder / entry).elements]
         return _Sizes(elements, elements, 4 * sum(elements), 4)
-    named = stored_tensors(folder)
+    named = with_codes(stored_tensors(folder))
     stored = [tensor for tensor in named.values() if tensor.dtype in ELEMENT_BYTES]
     codes = _weights_of_a_word(folder)
-    packed = [codes if tensor.dtype == "I32" else 2 if tensor.name.endswith(HALVES) else 1 for tensor in stored]
+    packed = [codes if tensor.dtype == "I32" else 1 for tensor in stored]
     elements = [math.prod(tensor.shape) * each for tensor, each in zip(stored, packed, strict=True)]
     written = [n for n, tensor in zip(elements, stored, strict=True) if tensor.dtype not in FLOATS]
     kept = {tensor.dtype for tensor in stored if tensor.dtype in FLOATS}
-    size = sum(
-        n * (ELEMENT_BYTES[tensor.dtype] if tensor.dtype in FLOATS else 2 if tensor.name.endswith(HALVES) else 4)
-        for n, tensor in zip(elements, stored, strict=True)
-    )
+    size = sum(round(n * _written_bits(tensor) / 8) for n, tensor in zip(elements, stored, strict=True))
     least = 4 if written else min((ELEMENT_BYTES[kind] for kind in kept), default=4)
     layers: dict[str, int] = {}
     alone: list[int] = []
@@ -93,6 +90,13 @@ def _sizes(folder: Path, entry: str) -> _Sizes:
             alone.append(n)
     stacked = max(layers.values(), default=0) * min(least, 4)
     return _Sizes([*alone, *layers.values()], written, size, min(least, 4), stacked)
+
+
+def _written_bits(tensor: StoredTensor | StoredCodes) -> float:
+    """Of a weight in the graph's files. Codes in bytes stay, where these are copied."""
+    if isinstance(tensor, StoredCodes):
+        return 8 * sum(math.prod(part.shape) for part in tensor.parts) / math.prod(tensor.shape)
+    return 8 * ELEMENT_BYTES[tensor.dtype] if tensor.dtype in FLOATS else 32
 
 
 def _weights_of_a_word(folder: Path) -> int:

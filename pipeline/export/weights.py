@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 from collections.abc import Callable, Collection, Mapping
@@ -12,13 +13,16 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from tapeout.coded_parameters import BLOCKS, FORMAT, SCALES, StoredCodes, coded_names, with_codes
 from tapeout.errors import ExportError, ResourceError
-from tapeout.portable_model import STORED
+from tapeout.mapped_weights import CodedParameter
+from tapeout.portable_model import STORED, CodedTensor
 from tapeout.progress import ProgressBar
 from tapeout.resources import Needs, require
-from tapeout.tensor_files import INDEX, stored_tensors
+from tapeout.tensor_files import INDEX, StoredTensor, stored_tensors
 from tapeout.tensor_writer import ShardWriter
 
+PLACED = {**STORED, "U8": ir.DataType.UINT8}  # bytes are those of codes
 SHARD_BYTES = 2 << 30  # a file is mapped as a whole, and Linux maps none that is larger than its memory
 
 
@@ -33,12 +37,16 @@ def bind_weights(model: ir.Model, folder: Path, aliases: Mapping[str, str]) -> N
             (header_bytes,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(header_bytes))
         for name, entry in header.items():
-            if entry.get("dtype") in STORED:
+            if entry.get("dtype") in PLACED:
                 begin, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
-                kind, shape = STORED[entry["dtype"]], ir.Shape(entry["shape"])
+                kind, shape = PLACED[entry["dtype"]], ir.Shape(entry["shape"])
                 placed[name] = ir.ExternalTensor(
                     path.name, begin, end - begin, kind, shape=shape, name=name, base_dir=folder
                 )
+    codes = {name: "U8" for name, tensor in placed.items() if tensor.dtype == ir.DataType.UINT8}
+    for name in coded_names(codes):
+        blocks, scales = (placed.pop(f"{name}{part}") for part in (BLOCKS, SCALES))
+        placed[name] = CodedTensor(name, blocks, scales)
     graph = model.graph
     for name, value in list(graph.initializers.items()):
         if value.const_value is not None:
@@ -66,14 +74,24 @@ def save_model(model: Any, aliases: Collection[str], checkpoint: Path, folder: P
     """
     model.config.dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
+    if any(isinstance(parameter, CodedParameter) for parameter in model.parameters()):
+        model.config.quantization_config = {"quant_method": FORMAT}  # so that transformers reads the folder, too
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    tensors = {name: t.detach().contiguous() for name, t in sorted(model.state_dict().items()) if name not in aliases}
+    tensors = {n: t for n, t in sorted(model.state_dict(keep_vars=True).items()) if n not in aliases}
     if _are_stored(tensors, checkpoint) and _link(checkpoint, folder):
         return
-    size = sum(tensor.nbytes for tensor in tensors.values())
+    reads: dict[str, Callable[[], torch.Tensor]] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if isinstance(tensor, CodedParameter):
+            reads |= {f"{name}{end}": p.read for end, p in zip((BLOCKS, SCALES), tensor.stored.parts, strict=True)}
+            size += sum(math.prod(part.shape) for part in tensor.stored.parts)
+        else:
+            reads[name] = tensor.detach().contiguous
+            size += tensor.nbytes
     require("the weights of the graph", Needs(disk_bytes=size, memory_bytes=0), folder)
-    write_weights(folder, {name: tensor.contiguous for name, tensor in tensors.items()})
+    write_weights(folder, reads)
 
 
 def write_weights(folder: Path, weights: Mapping[str, Callable[[], torch.Tensor]]) -> None:
@@ -100,11 +118,15 @@ def _add(writer: ShardWriter, name: str, tensor: torch.Tensor) -> None:
 
 def _are_stored(tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> bool:
     """Whether the checkpoint's files hold these tensors and no others."""
-    stored = stored_tensors(checkpoint) if any(checkpoint.glob("*.safetensors")) else {}
-    return stored.keys() == tensors.keys() and all(
-        held.dtype == tensors[name].dtype and torch.equal(held, tensors[name])
-        for name, held in ((name, tensor.read()) for name, tensor in stored.items())
-    )
+    stored = with_codes(stored_tensors(checkpoint)) if any(checkpoint.glob("*.safetensors")) else {}
+    return stored.keys() == tensors.keys() and all(_is_stored(held, tensors[name]) for name, held in stored.items())
+
+
+def _is_stored(stored: StoredTensor | StoredCodes, tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, CodedParameter):
+        return stored == tensor.stored
+    held = stored.read()
+    return held.dtype == tensor.dtype and torch.equal(held, tensor)
 
 
 def _link(checkpoint: Path, folder: Path) -> bool:

@@ -11,7 +11,15 @@ from engines.costs.timing import OperatorTimer, Seconds, streamed_bytes
 from engines.load import find_target, known_targets
 from engines.target import Target
 from pipeline.stages.target_candidates import target_candidates
-from quantization.cost_table import CostTable, declared_costs, schemes_by_shape, shape_of, visited, workload_of
+from quantization.cost_table import (
+    CostTable,
+    declared_costs,
+    mean_of_layers,
+    schemes_by_shape,
+    shape_of,
+    visited,
+    workload_of,
+)
 from quantization.plan import PlanPart, PrecisionPlan, UnitPlan
 from quantization.units import Candidates, caches
 from tapeout.cores import physical_cores
@@ -60,12 +68,16 @@ def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> Co
     timer = OperatorTimer(target, streamed, threads, only_kept=not measure)
     dtypes = [cache.dtype for cache in caches(compared.kv_cache, graph)]
     # First, so that heads which the target has no attention for are refused before linears are timed.
-    attention: Mapping[str, Mapping[int, float]] = {
-        dtype: dict.fromkeys(workload_of(recipe.plan), 0) for dtype in dtypes
+    steps = sorted(workload_of(recipe.plan))
+    by_heads = {
+        heads: timer.costs(
+            TimedAttention(graph.model_copy(update=heads._asdict()), dtypes, recipe.build.slots, context), steps
+        )
+        for heads in graph.cached_heads
     }
-    if graph.cached_layers:
-        attended = TimedAttention(graph, dtypes, recipe.build.slots, context)
-        attention = timer.costs(attended, sorted(workload_of(recipe.plan)))
+    attention = {
+        dtype: mean_of_layers(graph, steps, lambda heads, dtype=dtype: by_heads[heads][dtype]) for dtype in dtypes
+    }
     shapes = ProgressBar(wanted.items(), title="timing linears", unit="shape", hidden=not measure)
     for (columns, outputs), schemes in shapes:
         shape = LinearShape(columns, outputs)

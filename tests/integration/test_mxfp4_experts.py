@@ -68,6 +68,8 @@ def test_every_expert_keeps_the_values_of_the_checkpoint(project: Project) -> No
     assert len(project.weights) == 2 * LAYERS
     graph = artifact.load(project.artifacts / "graph", PortableGraph)
     assert graph.record.dequantized == "mxfp4"
+    weights = graph.folder / "model.safetensors"
+    assert weights.samefile(next((project.artifacts / "source").rglob(weights.name)))  # codes, and no copy of them
     model = artifact.load(project.artifacts / "quantized", QuantizedModel)
     exported, quantized = open_checkpoint(graph.folder), open_checkpoint(model.folder)
     for name, weight in project.weights.items():

@@ -39,7 +39,7 @@ def accused(folder: Path, stored: QuantizedWeight, source: FloatArray) -> dict[i
     writer.add_linear(NAME, stored)
     writer.finish()
     say_schemes(folder, {NAME: stored.scheme})
-    proof = prove(count_tensors(open_checkpoint(folder), NAME, lambda: source), {NAME: stored.scheme})
+    proof = prove(count_tensors(open_checkpoint(folder), NAME, lambda expert: source[expert]), {NAME: stored.scheme})
     named = {expert: f"{NAME}, expert {expert}, " for expert in range(len(source))}
     return {
         expert: reason.removeprefix(label)

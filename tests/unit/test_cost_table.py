@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.costs import timing
+from engines.costs.attention import TimedAttention
 from pipeline.stages.cost_table import cost_table, timed
 from quantization.cost_table import CostTable
 from quantization.plan import PlanPart
@@ -20,7 +21,7 @@ from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import BaseRecipe, Build, DataSource, KVCache, ModelSource, Plan
 from tapeout.schemes import EMBEDDING_CANDIDATES, Scheme
-from tapeout.state import SEQUENCE_SLOTS, Recurrent, StateTensor, paged_buffers, recurrent_buffers
+from tapeout.state import SEQUENCE_SLOTS, Paged, Recurrent, StateTensor, paged_buffers, recurrent_buffers
 from tests.graphs import llama_graph
 from tests.native import own_cache
 from tests.states import attention
@@ -38,20 +39,52 @@ def graph(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ar
     slots=st.integers(1, 32),
     context=st.integers(1, 4096),
     settings=st.sampled_from(CACHE_CANDIDATES),
-    value_size=st.sampled_from([8, 16, 48]),
+    layers=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([8, 16]), st.sampled_from([8, 16, 48])), min_size=1),
 )
 def test_bytes_of_a_cache_are_those_of_its_buffers_and_scales(
-    graph: Artifact[PortableGraph], slots: int, context: int, settings: KVCache, value_size: int
+    graph: Artifact[PortableGraph],
+    slots: int,
+    context: int,
+    settings: KVCache,
+    layers: list[tuple[int, int, int]],
 ) -> None:
-    record = graph.record.model_copy(update={"value_size": value_size})
-    layer = attention(0, record.kv_heads, record.head_size, settings.dtype, value_size)
+    """Layers have KV heads, and channels of keys and values, of their own."""
+
+    def state(dtype: str) -> tuple[Paged, ...]:
+        return tuple(attention(n, heads, size, dtype, values) for n, (heads, size, values) in enumerate(layers))
+
+    record = graph.record.model_copy(update={"state": state("float32")})
     buffers = sum(
         math.prod(shape) * (4 if element == "float32" else 1)
-        for _, shape, element in paged_buffers([layer], slots, context)
+        for _, shape, element in paged_buffers(state(settings.dtype), slots, context)
     )
-    scales = 0 if settings.dtype == "float32" else 4 * record.kv_heads * (record.head_size + value_size)
+    channels = sum(heads * (size + values) for heads, size, values in layers)
+    scales = 0 if settings.dtype == "float32" else 4 * channels
     found = CostTable("ort-cpu", 1, slots, context, {}, {}, {}).cache(record, settings)
-    assert found.bytes == record.layers * (buffers + scales) and not found.seconds
+    assert found.bytes == buffers + scales and not found.seconds
+
+
+def test_attention_of_layers_with_other_heads_is_timed_by_itself(
+    graph: Artifact[PortableGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MiMo-V2-Flash keeps 4 KV heads of layers that attend to all tokens, and 8 of those with a window."""
+    state = (attention(0, 4, 8, "float32", 16), attention(1, 8, 8, "float32"), attention(2, 8, 8, "float32"))
+    timed_heads: list[tuple[int, int, int]] = []
+
+    def costs(_timer: Any, operator: Any, tokens: list[int]) -> dict[str, dict[int, float]]:
+        if isinstance(operator, TimedAttention):
+            timed_heads.append((operator.graph.kv_heads, operator.graph.head_size, operator.graph.value_size))
+            return {name: dict.fromkeys(tokens, float(operator.graph.kv_heads)) for name in operator.names}
+        return {name: dict.fromkeys(tokens, 0.0) for name in operator.names}
+
+    monkeypatch.setattr(timing.OperatorTimer, "costs", costs)
+    record = graph.record.model_copy(update={"state": state, "layers": 3})
+    found = cost_table(recipe(), record, measure=True)
+    assert timed_heads == [(4, 8, 16), (8, 8, 8)]
+    cache = recipe().plan.kv_cache
+    assert isinstance(cache, KVCache)
+    seconds = found.cache(record, cache).seconds
+    assert seconds and all(taken == pytest.approx(4 + 8 + 8) for taken in seconds.values())
 
 
 @given(slots=st.integers(1, 32), settings=st.sampled_from(CACHE_CANDIDATES))

@@ -92,7 +92,7 @@ def test_the_inventory_counts_what_lies_in_the_file(tmp_path: Path) -> None:
     writer.finish()
     say_schemes(tmp_path, {"w.weight": INT4})
     checkpoint = open_checkpoint(tmp_path)
-    (inventory,) = count_tensors(checkpoint, "w.weight", lambda: weight)
+    (inventory,) = count_tensors(checkpoint, "w.weight", lambda _: weight)
     assert inventory == TensorInventory(
         name="w.weight",
         weights=512,
@@ -103,9 +103,9 @@ def test_the_inventory_counts_what_lies_in_the_file(tmp_path: Path) -> None:
         scales=16,
         held=14,
     )
-    (same,) = count_tensors(checkpoint, "w.weight", lambda: checkpoint.weight("w.weight"))
+    (same,) = count_tensors(checkpoint, "w.weight", lambda _: checkpoint.weight("w.weight"))
     assert same.exact and prove([same], {"w.weight": INT4}).exact_tensors == 1
-    (in_float,) = count_tensors(checkpoint, "f", lambda: weight)
+    (in_float,) = count_tensors(checkpoint, "f", lambda _: weight)
     assert in_float == TensorInventory(name="f", weights=15, columns=5, stored_bytes=60, bits=32, format="float")
 
 
@@ -143,7 +143,7 @@ def test_a_planted_nan_among_codes_of_floats_is_found(code: int, tmp_path: Path)
         writer.add_linear("w.weight", stored)
         writer.finish()
         say_schemes(folder, {"w.weight": scheme})
-        (inventory,) = count_tensors(open_checkpoint(folder), "w.weight", lambda: weight)
+        (inventory,) = count_tensors(open_checkpoint(folder), "w.weight", lambda _: weight)
         reasons = prove([inventory], {"w.weight": scheme}).reasons
         assert any("1 of 512 codes that are NaN" in reason for reason in reasons) == (name == "planted")
         stored.codes[3, 5] = code

@@ -233,7 +233,7 @@ def write(folder: Path, weights: dict[str, QuantizedWeight]) -> None:
 
 def proof_of(folder: Path, stored: QuantizedWeight, source: FloatArray) -> QuantizationProof:
     write(folder, {UP: stored})
-    return prove(count_tensors(open_checkpoint(folder), UP, lambda: source), {UP: stored.scheme})
+    return prove(count_tensors(open_checkpoint(folder), UP, lambda expert: source[expert]), {UP: stored.scheme})
 
 
 @settings(max_examples=25, deadline=None)

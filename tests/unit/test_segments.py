@@ -104,7 +104,8 @@ def test_weights_are_read_once_for_all_calls(graph: Artifact[PortableGraph], mon
     path, given_ = graph.folder / "model.onnx", feeds(graph)
     cut, read = SegmentedGraph(path, segment_bytes=1), list[str]()
     monkeypatch.setattr(
-        "tapeout.segments.read_float32", lambda tensor: read.append(tensor.name) or read_float32(tensor)
+        "tapeout.expert_parts.read_float32",
+        lambda tensor, rows: read.append(tensor.name) or read_float32(tensor, rows),
     )
     first, alone = Kept(given_), run(cut, given_)
     again = {**given_, "attention_mask": np.ones((2, 11), np.int64), "position_ids": given_["position_ids"] + 4}

@@ -204,4 +204,4 @@ def proof_of(
     writer.finish()
     say_schemes(folder, {"w.weight": stored.scheme if isinstance(stored, QuantizedWeight) else scheme})
     checkpoint = open_checkpoint(folder)
-    return prove(count_tensors(checkpoint, "w.weight", lambda: weight), {"w.weight": scheme})
+    return prove(count_tensors(checkpoint, "w.weight", lambda _: weight), {"w.weight": scheme})

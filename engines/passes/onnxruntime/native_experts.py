@@ -106,9 +106,6 @@ class _Projection:
             return stored
         return stored.transpose(0, 2, 1)
 
-    def codes(self, lowering: Lowering, bits: int) -> QuantizedWeight:
-        return widened(self.read(lowering), bits)
-
     def separated(self, rows: NDArray[Any]) -> list[NDArray[Any]]:
         """Gates and ups of ``[E, N, ..]``."""
         return [rows[:, ::2], rows[:, 1::2]] if self.interleaved else np.split(rows, self.parts, axis=1)
@@ -166,7 +163,7 @@ def _packed(
     kernels, label, order = lowering.kernels, projection.label, projection.order()
     experts, _, columns = projection.shape
     bits = kernels.code_bits(stored)
-    first = widened(_of_expert(stored, 0), bits)  # all have its shapes and types
+    first = widened(_alone(_of_expert(stored, 0)), bits)  # all have its shapes and types
     dtype = kernels.stored_scales(widened(stored, bits).scales, first.scheme).dtype
 
     def all_experts(pack: Callable[[QuantizedWeight], NDArray[Any]]) -> NDArray[Any]:
@@ -211,6 +208,12 @@ def _packed(
 def _of_expert(weight: QuantizedWeight, expert: int) -> QuantizedWeight:
     zero_points = None if weight.zero_points is None else weight.zero_points[expert]
     return QuantizedWeight(weight.codes[expert], weight.scales[expert], zero_points, weight.scheme)
+
+
+def _alone(weight: QuantizedWeight) -> QuantizedWeight:
+    """A copy: what is kept until the bundle is written must not hold all experts of a layer."""
+    zero_points = None if weight.zero_points is None else weight.zero_points.copy()
+    return QuantizedWeight(weight.codes.copy(), weight.scales.copy(), zero_points, weight.scheme)
 
 
 def _packed_bias(lowering: Lowering, projection: _Projection) -> ir.Value | None:

@@ -50,7 +50,7 @@ def largest_difference(model: Any, path: Path, work: Path, *, positions: int, se
     generator = np.random.default_rng(seed)
     nodes = operator_nodes(load_graph(path).graph)
     kept, states = kept_tensors(nodes), [state for node in nodes if (state := node.state("float32"))]
-    weights = model.state_dict()
+    weights = model.state_dict(keep_vars=True)
     probe = first_call(model, kept, generator)
     probe.cache = seen = dict[str, Floats]()
     per_token = max(1, token_bytes(states))
