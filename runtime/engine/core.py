@@ -25,9 +25,9 @@ from runtime.engine.block_store import BlockStore
 from runtime.engine.cache.pools import StatePools
 from runtime.engine.routing import RoutingReports
 from runtime.engine.sampling import BatchSampler, SampledToken
-from runtime.engine.scheduler import Scheduler
+from runtime.engine.scheduling.scheduler import Scheduler
+from runtime.engine.scheduling.work import Work, WorkResult
 from runtime.engine.speculation import Counts, Speculation, accept
-from runtime.engine.work import Work, WorkResult
 from runtime.wire.limits import DisplacedError, Limits
 from runtime.wire.messages import (
     Delta,

@@ -16,7 +16,7 @@ from engines.step_inputs import check
 from runtime.engine.cache.paged import PagedState
 from runtime.engine.core import MOST_AHEAD, EngineBrokenError, EngineCore
 from runtime.engine.in_process import STEP_SECONDS, TOKEN_SECONDS, ModelledTime, answer_all
-from runtime.engine.scheduler import Scheduler
+from runtime.engine.scheduling.requests import Requests
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError
@@ -285,7 +285,7 @@ def test_state_that_a_running_step_writes_is_given_to_nobody(monkeypatch: pytest
         core.add(one, 0)
     core.step(1)
     assert len(engine.begun) == 1
-    lease = core.scheduler._running["0"].lease
+    lease = core.scheduler._requests.running["0"].lease
     core.cancel("0")
     core.scheduler.check()
     assert lease.blocks
@@ -293,16 +293,16 @@ def test_state_that_a_running_step_writes_is_given_to_nobody(monkeypatch: pytest
     core.scheduler.check()
     assert not lease.blocks
 
-    finish = Scheduler._finish
+    finish = Requests.finish
 
-    def early(self: Scheduler, id: str, reason: Any) -> Any:
-        sequence = self._find(id)
+    def early(self: Requests, id: str, reason: Any) -> Any:
+        sequence = self.find(id)
         assert sequence is not None
         found = finish(self, id, reason)
-        self._release(sequence)
+        self.release(sequence)
         return found
 
-    monkeypatch.setattr(Scheduler, "_finish", early)
+    monkeypatch.setattr(Requests, "finish", early)
     core.cancel("1")
     core.add(GenerateRequest("next", [7] * 20, 2), 3)
     assert not engine.clashes
