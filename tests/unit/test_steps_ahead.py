@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engines.protocol import Entry, Finish, Result
 from engines.step_inputs import check
 from runtime.engine.cache.paged import PagedState
-from runtime.engine.core import MOST_AHEAD, EngineBrokenError, EngineCore
+from runtime.engine.core import MOST_AHEAD, EngineCore
 from runtime.engine.in_process import STEP_SECONDS, TOKEN_SECONDS, ModelledTime, answer_all
+from runtime.engine.running_steps import EngineBrokenError
 from runtime.engine.scheduling.requests import Requests
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
@@ -252,7 +253,7 @@ def test_drafts_are_looked_for_now_and_then() -> None:
     engine = DeviceEngine(64)
     core = EngineCore(engine, Limits(max_draft_tokens=4))
     looked = list[int]()
-    core._drafts = lambda: looked.append(core._steps) or {}  # type: ignore[method-assign]
+    core._drafting.drafts = lambda _: looked.append(core._counters.steps) or {}  # type: ignore[method-assign]
     answer(core, *asked(2, 58))
     assert engine.followed and len(looked) >= 58 // (MOST_AHEAD + 1)
 

@@ -96,7 +96,7 @@ class StepPlanner:
         self, budget: int, scored: int, now: float, before: Rank | None = None, *, light: bool
     ) -> tuple[int, int]:
         """Feed requests that wait, as far as the budgets go; what is left of them. See :meth:`Admission.admit`."""
-        if budget:
+        if budget and self._requests.waiting:
             for sequence in self._admission.admit(now, before, light=light):
                 budget, scored = self._feed_prompt(sequence, budget, scored, now)
                 if not budget:
