@@ -94,7 +94,7 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """There is something to do or to report."""
-        return bool(self._active or self._deltas or self._refusals or self._begun)
+        return bool(self._active or self._deltas or self._refusals or self._begun.steps)
 
     def add(self, request: GenerateRequest, now: float) -> None:
         """Queue a request that arrived at ``now``, or refuse it: the next report says so."""
@@ -125,16 +125,16 @@ class EngineCore:
 
     def step(self, now: float) -> StepReport:
         """Move every running request on. The report has what happened since the last one."""
-        called = self.clock()
+        called, begun = self.clock(), self._begun.steps
         for id, reason in self.scheduler.expire(now):
             self._end(id, reason)
-        if not self._begun:
+        if not begun:
             self._begin(now)
-        if len(self._begun) == 1 and (step := self._begun.last) and self._runs_ahead(step):
+        if len(begun) == 1 and self._runs_ahead(begun[0]):
             self._begin(now + self.clock() - called)
-        if self._begun:
+        if begun:
             self._end_step()
-            if not self._begun and self._most_begun > 1:  # the device need not wait until this step was reported
+            if not begun and self._most_begun > 1:  # the device need not wait until this step was reported
                 self._begin(now + self.clock() - called)
         return self.report()
 
@@ -165,7 +165,7 @@ class EngineCore:
 
     def _begin(self, now: float) -> None:
         """Plan a step and begin it, if there is anything to do."""
-        before = self._begun.last
+        before = self._begun.steps[-1] if self._begun.steps else None
         works = self.scheduler.plan(now, None if before else self._drafting.drafts(self._active))
         if not works:
             return

@@ -40,16 +40,11 @@ class RunningStep:
 
 
 class RunningSteps:
+    """``steps``: in order, for reading."""
+
     def __init__(self, engine: Engine) -> None:
         self._engine, self._broken = engine, 0
-        self._steps: list[RunningStep] = []
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @property
-    def last(self) -> RunningStep | None:
-        return self._steps[-1] if self._steps else None
+        self.steps: list[RunningStep] = []
 
     def begin(
         self,
@@ -60,12 +55,12 @@ class RunningSteps:
         started: float,
     ) -> None:
         """Feed a step. Where that fails, its end says so."""
-        ahead = self._steps[-1].ahead + 1 if self._steps else 0
+        ahead = self.steps[-1].ahead + 1 if self.steps else 0
         try:
             step = RunningStep(works, requests, entries, now, started, ahead, self._engine.begin(entries))
         except Exception as failure:
             step = RunningStep(works, requests, entries, now, started, ahead, _raising(failure), failed=True)
-        self._steps.append(step)
+        self.steps.append(step)
 
     def end(self) -> tuple[RunningStep, list[Result]]:
         """Wait for the step that was begun first. If it fails as a whole, each entry is fed alone, and those that fail
@@ -73,12 +68,12 @@ class RunningSteps:
 
         The steps behind it were fed what it has not computed: each of them fails, too.
         """
-        step = self._steps.pop(0)
+        step = self.steps.pop(0)
         try:
             results = step.finish()
         except Exception as failure:
             self.wait()
-            for later in self._steps:
+            for later in self.steps:
                 later.finish, later.failed = _raising(failure), True
             results, fed = list[Result](), list[Result]()
             for request, entry in zip(step.requests, step.entries, strict=True):
@@ -97,7 +92,7 @@ class RunningSteps:
 
     def wait(self) -> None:
         """For the ends of all steps, whatever comes of them."""
-        for step in self._steps:
+        for step in self.steps:
             with suppress(Exception):
                 step.finish()
 

@@ -53,7 +53,7 @@ class ServiceOrder:
 
     def weigh(self, now: float) -> None:
         """Find out which tenants are heavy until the next call."""
-        self._heavy = self._shares.heavy(self._active, now) if self.shared else frozenset()
+        self._heavy = self._shares.heavy(self._active, now) if len(self._active) > 1 else frozenset()
 
     def rank(self, sequence: ScheduledSequence, now: float) -> Rank:
         """Who comes first: by priority, which rises with waiting; then tenants that do not take much more than others;

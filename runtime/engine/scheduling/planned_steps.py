@@ -20,35 +20,34 @@ class PlannedStep:
 
 
 class PlannedSteps:
-    def __init__(self) -> None:
-        self._steps: list[PlannedStep] = []  # in order
+    """``steps``: in order, for reading."""
 
-    def __bool__(self) -> bool:
-        return bool(self._steps)
+    def __init__(self) -> None:
+        self.steps: list[PlannedStep] = []
 
     def begin(self, works: dict[ScheduledSequence, Work], now: float) -> None:
         for sequence, work in works.items():
             sequence.planned += 1
             sequence.fed = work.start + len(work.tokens)
             sequence.undecided += work.samples
-        self._steps.append(PlannedStep(works, now))
+        self.steps.append(PlannedStep(works, now))
 
     def end(self, now: float) -> PlannedStep:
         """The first one has ended, and the next one began with that."""
-        step = self._steps.pop(0)
+        step = self.steps.pop(0)
         for sequence, work in step.works.items():
             sequence.planned -= 1
             sequence.undecided -= work.samples
-        for later in self._steps:
+        for later in self.steps:
             later.began = now
         return step
 
     @property
     def sequences(self) -> set[ScheduledSequence]:
         """Whose state they write, also of requests that have ended."""
-        return {sequence for step in self._steps for sequence in step.works}
+        return {sequence for step in self.steps for sequence in step.works}
 
     def check(self, sequence: ScheduledSequence) -> None:
         """The bookkeeping adds up; for tests."""
-        assert sequence.planned == sum(sequence in step.works for step in self._steps)
+        assert sequence.planned == sum(sequence in step.works for step in self.steps)
         assert sequence.fed >= sequence.computed and (sequence.planned or sequence.fed == sequence.computed)

@@ -155,6 +155,7 @@ class Scheduler:
         sequence = ScheduledSequence(request, now)
         self._requests.add(sequence)
         self._deadlines.add(sequence, timeouts)
+        self._deadlines.tidy(self.waiting + self.running)
         return ended
 
     def cancel(self, id: str) -> Finished | None:
@@ -163,9 +164,7 @@ class Scheduler:
 
     def expire(self, now: float) -> list[Finished]:
         """End the requests whose deadline has passed."""
-        expired = [self._requests.finish(sequence.id, "timeout") for sequence in self._deadlines.passed(now)]
-        self._deadlines.tidy(self.waiting + self.running)
-        return expired
+        return [self._requests.finish(sequence.id, "timeout") for sequence in self._deadlines.passed(now)]
 
     def plan(self, now: float, drafts: Mapping[str, Sequence[int]] | None = None) -> list[Work]:
         """The next step, at most ``step_tokens`` tokens. :meth:`commit` must follow, unless it is empty.
@@ -174,7 +173,7 @@ class Scheduler:
         Where the step before is not committed, there are no drafts, and nothing is planned if somebody might have to be
         preempted. Then state must be such that it ``trims``.
         """
-        ahead = bool(self._planned)
+        ahead = bool(self._planned.steps)
         assert not ahead or (self.cache.trims and not drafts), "a step cannot be planned ahead of the last one"
         works = self._planner.plan(now, drafts, ahead=ahead)
         if works:
