@@ -15,6 +15,8 @@ from tapeout.recipe import KVCache, Plan
 from tapeout.schemes import Scheme
 
 PLAN_FILE, FRONTIER_FILE = "plan.md", "frontier.csv"
+EMBEDDINGS, KV_CACHE, RECURRENT_STATE = "embeddings", "KV cache", "recurrent state"  # units beside those of linears
+AS_WRITTEN = "written in the recipe"
 
 
 class PlanPart(Frozen):
@@ -156,3 +158,19 @@ def table(plan: PrecisionPlan) -> list[tuple[str, ...]]:
         *([row(state, state.dtype)] if plan.asked.recurrent_state != "float32" else []),
         row(together, ""),
     ]
+
+
+def text(plan: PrecisionPlan) -> str:
+    """The plan as Markdown."""
+    search = plan.search
+    lines = ["# Precision plan", "", summary(plan), "", f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in table(plan)]
+    if search is not None:
+        lines += ["", "Plans that were measured as a whole:", "", "| budget of the sum | sum | at once | µs | MB |"]
+        lines += ["|--:|--:|--:|--:|--:|"]
+        lines += [
+            f"| {r.budget:.4f} | {r.predicted_kl:.4f} | {r.joint_kl:.4f} | {r.seconds * 1e6:.1f} "
+            f"| {r.bytes / 1e6:.2f} |"
+            for r in search.rounds
+        ]
+    return "\n".join(lines) + "\n"

@@ -7,21 +7,18 @@ that no sensitivity was measured on; the budget of the sum is corrected by what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from quantization import frontier
 from quantization.calibration import Calibration, sample_hash
 from quantization.cost_table import Cost, CostTable, workload_of
 from quantization.frontier import FrontierPoint
-from quantization.needs import simulation_needs
 from quantization.plan import (
-    COLUMNS,
+    AS_WRITTEN,
+    EMBEDDINGS,
     FRONTIER_FILE,
+    KV_CACHE,
     PLAN_FILE,
     CachePlan,
     PrecisionPlan,
@@ -29,12 +26,11 @@ from quantization.plan import (
     StatePlan,
     UnitPlan,
     decisive,
-    summary,
-    table,
+    text,
 )
 from quantization.plan_solver import Chosen, Goal, Option, PlanBudget, PlanChoice, Workload, settle
 from quantization.plan_solver import frontier as best_plans
-from quantization.recurrent_state import kept_in, rounds_states
+from quantization.recurrent_state import choose_state, kept_in, written_state
 from quantization.sensitivity import Sensitivity
 from quantization.statistics import held_out
 from quantization.units import (
@@ -42,35 +38,23 @@ from quantization.units import (
     EMBEDDING,
     HEAD,
     Candidates,
-    Unit,
-    caches,
-    candidates_of,
-    embedding_schemes,
+    UnitCandidates,
     resolve,
-    units_of,
     written_units,
 )
+from quantization.whole_plan import WholePlan
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import PortableGraph
-from tapeout.quantized import QuantizedWeight
-from tapeout.recipe import KVCache, Plan, Quantize
-from tapeout.resources import require
-from tapeout.schemes import FLOAT, Scheme
+from tapeout.recipe import Plan, Quantize
+from tapeout.schemes import Scheme
 from tapeout.state import Recurrent
 
 if TYPE_CHECKING:
-    from quantization.simulate import Simulated
+    pass
 
-EMBEDDINGS, KV_CACHE = "embeddings", "KV cache"  # units beside those of linears
-RECURRENT_STATE = "recurrent state"
-STATE_TOKENS = 1024  # of the text that states in bfloat16 are measured on, as far as there are so many
-STATE_SHARE = 0.1  # of the plan's budget of KL; what it costs is then taken from the budget
-STATE_KL = 0.001  # half of what the gate allows any one document (gate.max_parity_state_kl)
 EMBEDDING_GROUPS = (EMBEDDING, HEAD)
-AS_WRITTEN = "written in the recipe"
-NO_RECURRENCE = "convolutions alone, or nothing: what they keep stays in float32"
 CHECK_SAMPLES = 2  # times plan.samples, as far as there are so many: one KL of a whole plan decides
 
 
@@ -109,10 +93,10 @@ def make_plan(
     with artifact.create(folder, PrecisionPlan) as draft:
         if wanted.schemes == "auto":
             heldout = held_out(calibration, samples)
-            menus = _Menus.of(wanted, graph.record, candidates)
+            offered = UnitCandidates.of(wanted, graph.record, candidates)
             state = choose_state(wanted, graph, candidates, heldout, progress)
             record, points = _chosen(
-                wanted, settings, graph, calibration, sensitivity.record, costs, menus, state, heldout, progress
+                wanted, settings, graph, calibration, sensitivity.record, costs, offered, state, heldout, progress
             )
             (draft.folder / FRONTIER_FILE).write_text(frontier.table(points))
         else:
@@ -153,44 +137,9 @@ def _as_written(
         units=tuple(units),
         embeddings=_unit(EMBEDDINGS, EMBEDDING_GROUPS, wanted.embeddings, embedding_bytes),
         kv_cache=CachePlan(name=KV_CACHE, settings=wanted.kv_cache, reason=AS_WRITTEN),
-        recurrent_state=_written_state(wanted, graph),
+        recurrent_state=written_state(wanted, graph),
         search=None,
     )
-
-
-def _written_state(wanted: Plan, graph: Artifact[PortableGraph]) -> StatePlan:
-    if wanted.recurrent_state != "bfloat16" or rounds_states(graph):
-        assert wanted.recurrent_state != "auto"
-        return StatePlan(name=RECURRENT_STATE, dtype=wanted.recurrent_state, reason=AS_WRITTEN)
-    return StatePlan(name=RECURRENT_STATE, dtype="float32", reason=NO_RECURRENCE)
-
-
-def choose_state(
-    wanted: Plan,
-    graph: Artifact[PortableGraph],
-    candidates: Candidates,
-    heldout: Sequence[Sequence[int]],
-    progress: Callable[[str], None],
-) -> StatePlan:
-    """As written, or bfloat16 where the target has it and it costs little over one long text of held-out samples."""
-    if wanted.recurrent_state != "auto":
-        return _written_state(wanted, graph)
-    if not rounds_states(graph):
-        return StatePlan(name=RECURRENT_STATE, dtype="float32", reason=NO_RECURRENCE)
-    if "bfloat16" not in candidates.states:
-        return StatePlan(name=RECURRENT_STATE, dtype="float32", reason="the target has no other")
-    from quantization.simulate import POSITIONS, Simulation
-
-    text = [token for sample in heldout for token in sample][: min(graph.record.max_positions, STATE_TOKENS)]
-    progress(f"states of recurrences in bfloat16 are measured over {len(text)} tokens")
-    units = [*units_of(graph.record, wanted.layers_per_group)]
-    needs = simulation_needs(graph.record, units, len(text), POSITIONS, plans=False)
-    require("measuring states in bfloat16", needs, graph.folder)
-    kl = Simulation(graph, [text], ()).state_kl()
-    most = min(STATE_KL, STATE_SHARE * wanted.max_kl)
-    reason = f"bfloat16 costs a KL of {kl:.5f} over {len(text)} tokens; up to {most:g} it is taken"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16" if kl <= most else "float32"
-    return StatePlan(name=RECURRENT_STATE, dtype=dtype, kl=kl if dtype == "bfloat16" else 0.0, reason=reason)
 
 
 def _unit(name: str, groups: tuple[str, ...], scheme: Scheme, size: int | None = None) -> UnitPlan:
@@ -204,16 +153,16 @@ def _chosen(
     calibration: Artifact[Calibration],
     sensitivity: Sensitivity,
     costs: CostTable,
-    menus: _Menus,
+    offered: UnitCandidates,
     state: StatePlan,
     heldout: Sequence[Sequence[int]],
     progress: Callable[[str], None],
 ) -> tuple[PrecisionPlan, tuple[FrontierPoint, ...]]:
     workload = Workload(shares=workload_of(wanted))
     minimize: Goal = "bytes" if wanted.goal == "memory" else "seconds"
-    options = _options(menus, kept_in(graph, state.dtype), sensitivity, costs)
+    options = _options(offered, kept_in(graph, state.dtype), sensitivity, costs)
     check = heldout[wanted.samples : wanted.samples * (1 + CHECK_SAMPLES)]
-    whole = _Whole(settings, graph, calibration, menus, check)
+    whole = WholePlan(settings, graph, calibration, offered, check)
 
     def joint_kl(chosen: Chosen) -> float:
         progress(f"a plan of predicted KL {chosen.kl:.4f} is measured as a whole")
@@ -239,15 +188,15 @@ def _chosen(
         units=tuple(
             UnitPlan(
                 groups=tuple(group.name for group in unit.groups),
-                scheme=menus.scheme(name, choices[name].option),
+                scheme=offered.scheme(name, choices[name].option),
                 **part(choices[name]),
             )
-            for name, unit in menus.units.items()
+            for name, unit in offered.units.items()
         ),
         embeddings=UnitPlan(
-            groups=EMBEDDING_GROUPS, scheme=menus.scheme(EMBEDDINGS, embeddings.option), **part(embeddings)
+            groups=EMBEDDING_GROUPS, scheme=offered.scheme(EMBEDDINGS, embeddings.option), **part(embeddings)
         ),
-        kv_cache=CachePlan(settings=menus.cache(cache.option), **part(cache)),
+        kv_cache=CachePlan(settings=offered.cache(cache.option), **part(cache)),
         recurrent_state=state,
         search=Search(
             goal=wanted.goal,
@@ -269,47 +218,20 @@ def _chosen(
     return record, _points(best_plans(options, workload, minimize), chosen)
 
 
-@dataclass(frozen=True)
-class _Menus:
-    """What each unit may get: linears by the unit's name, the embeddings, and the KV cache.
-
-    ``int8_inputs``: see :class:`Candidates`.
-    """
-
-    units: Mapping[str, Unit]
-    schemes: Mapping[str, tuple[Scheme, ...]]  # of units and of the embeddings
-    caches: tuple[KVCache, ...]
-    int8_inputs: bool
-
-    @classmethod
-    def of(cls, wanted: Plan, graph: PortableGraph, candidates: Candidates) -> _Menus:
-        units = {unit.name: unit for unit in units_of(graph, wanted.layers_per_group)}
-        schemes = {name: candidates_of(unit.groups[0], candidates) for name, unit in units.items()}
-        embeddings = embedding_schemes(wanted.embeddings, graph.hidden_size)
-        kept = caches(wanted.kv_cache, graph, candidates)
-        return cls(units, schemes | {EMBEDDINGS: embeddings}, kept, candidates.int8_inputs)
-
-    def scheme(self, unit: str, name: str) -> Scheme:
-        return next(scheme for scheme in self.schemes[unit] if scheme.name == name)
-
-    def cache(self, name: str) -> KVCache:
-        return next(cache for cache in self.caches if cache.name == name)
-
-
 def _options(
-    menus: _Menus, graph: PortableGraph, sensitivity: Sensitivity, costs: CostTable
+    offered: UnitCandidates, graph: PortableGraph, sensitivity: Sensitivity, costs: CostTable
 ) -> dict[str, list[Option]]:
     """What may be chosen for each unit. :class:`QuantizationError` for what was not measured."""
     measured = {unit.name: unit.kl for unit in sensitivity.units}
     found: dict[str, list[Option]] = {}
-    for name, schemes in menus.schemes.items():
+    for name, schemes in offered.schemes.items():
         if name == EMBEDDINGS:
             priced = {scheme.name: costs.embeddings(graph, scheme) for scheme in schemes}
             found[name] = _measured(name, priced, sensitivity.embeddings)
         else:
-            priced = {scheme.name: costs.linears(menus.units[name].groups, scheme) for scheme in schemes}
+            priced = {scheme.name: costs.linears(offered.units[name].groups, scheme) for scheme in schemes}
             found[name] = _measured(name, priced, measured.get(name, {}))
-    kept = {cache.name: costs.cache(graph, cache) for cache in menus.caches}
+    kept = {cache.name: costs.cache(graph, cache) for cache in offered.caches}
     return found | {KV_CACHE: _measured(KV_CACHE, kept, sensitivity.kv_cache)}
 
 
@@ -324,64 +246,6 @@ def _measured(unit: str, priced: Mapping[str, Cost], kl: Mapping[str, float]) ->
     return [
         Option(name=name, seconds=dict(cost.seconds), bytes=cost.bytes, kl=kl[name]) for name, cost in priced.items()
     ]
-
-
-class _Whole:
-    """What all choices of a plan cost together."""
-
-    def __init__(
-        self,
-        settings: Quantize,
-        graph: Artifact[PortableGraph],
-        calibration: Artifact[Calibration],
-        menus: _Menus,
-        samples: Sequence[Sequence[int]],
-    ) -> None:
-        from quantization.quick_rounding import QuickRounding
-        from quantization.simulate import POSITIONS, Simulation
-
-        self._menus = menus
-        self._rounding = QuickRounding(graph, calibration, settings)
-        tokens, positions = len(samples) * max(map(len, samples)), POSITIONS * len(samples)
-        needs = simulation_needs(graph.record, [*menus.units.values()], tokens, positions, plans=True)
-        require("measuring plans as a whole", needs, graph.folder)
-        self._simulation = Simulation(graph, samples, (), int8_inputs=menus.int8_inputs)
-        self._disk = graph.folder.parent
-        self._rounded: dict[str, tuple[str, dict[str, Simulated]]] = {}  # by unit: a scheme, and groups under it
-
-    def kl(self, chosen: Mapping[str, str]) -> float:
-        """Of the name of what each unit gets; what was rounded last is kept for a plan that differs in some units."""
-        for name in self._menus.schemes:
-            if self._rounded.get(name, ("",))[0] != chosen[name]:
-                self._rounded[name] = (chosen[name], self._groups(name, self._menus.scheme(name, chosen[name])))
-        changed = {name: group for _, groups in self._rounded.values() for name, group in groups.items()}
-        return self._simulation.kl(changed, kv=self._rounding.kv_cache(self._menus.cache(chosen[KV_CACHE])))
-
-    def _groups(self, unit: str, scheme: Scheme) -> dict[str, Simulated]:
-        if unit == EMBEDDINGS:
-            return self._rounding.embeddings(scheme)
-        if scheme == FLOAT:
-            return {}
-        found = self._rounding.rounded(self._rounding.prepare(self._menus.units[unit].groups), scheme)
-        return self._on_disk(found)
-
-    def _on_disk(self, groups: Mapping[str, Simulated]) -> dict[str, Simulated]:
-        """The same, all codes in one mapped file without a name: those of a whole plan may not fit the memory."""
-        with TemporaryFile(dir=self._disk) as file:
-            for group in groups.values():
-                for linear in group.linears:
-                    linear.codes.tofile(file)
-            held = np.memmap(file, np.uint8, "r")
-        at = 0
-        mapped: dict[str, Simulated] = {}
-        for name, group in groups.items():
-            linears: list[QuantizedWeight] = []
-            for linear in group.linears:
-                codes = held[at : at + linear.codes.nbytes].view(linear.codes.dtype).reshape(linear.codes.shape)
-                linears.append(replace(linear, codes=codes))
-                at += codes.nbytes
-            mapped[name] = replace(group, linears=tuple(linears))
-        return mapped
 
 
 def reason(choice: PlanChoice, options: Sequence[Option], workload: Workload, minimize: Goal) -> str:
@@ -409,19 +273,3 @@ def _points(plans: Sequence[Chosen], chosen: Chosen) -> tuple[FrontierPoint, ...
         FrontierPoint(plan.kl, plan.seconds * 1e6, plan.bytes / 1e6, plan is chosen) for plan in (*others, chosen)
     )
     return tuple(sorted(points, key=lambda point: point.kl))
-
-
-def text(plan: PrecisionPlan) -> str:
-    """The plan as Markdown."""
-    search = plan.search
-    lines = ["# Precision plan", "", summary(plan), "", f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in table(plan)]
-    if search is not None:
-        lines += ["", "Plans that were measured as a whole:", "", "| budget of the sum | sum | at once | µs | MB |"]
-        lines += ["|--:|--:|--:|--:|--:|"]
-        lines += [
-            f"| {r.budget:.4f} | {r.predicted_kl:.4f} | {r.joint_kl:.4f} | {r.seconds * 1e6:.1f} "
-            f"| {r.bytes / 1e6:.2f} |"
-            for r in search.rounds
-        ]
-    return "\n".join(lines) + "\n"

@@ -8,13 +8,14 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from quantization.plan import EMBEDDINGS
 from tapeout.errors import QuantizationError, RecipeError
 from tapeout.formats import formats
 from tapeout.number_format import FloatArray
 from tapeout.operators import is_rate, operators
 from tapeout.operators.experts import UNITS
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
-from tapeout.recipe import Cache, Embeddings, KVCache, Rule
+from tapeout.recipe import Cache, Embeddings, KVCache, Plan, Rule
 from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, FLOAT, SMALLEST_GROUP, Scheme
 
 EMBEDDING = "embedding"
@@ -286,3 +287,30 @@ def stored_schemes(graph: PortableGraph, stored: Schemes) -> tuple[Schemes, Sche
 
 def quantized_ones(schemes: Schemes) -> Schemes:
     return {name: scheme for name, scheme in schemes.items() if scheme != FLOAT}
+
+
+@dataclass(frozen=True)
+class UnitCandidates:
+    """What each unit may get: linears by the unit's name, the embeddings, and the KV cache.
+
+    ``int8_inputs``: see :class:`Candidates`.
+    """
+
+    units: Mapping[str, Unit]
+    schemes: Mapping[str, tuple[Scheme, ...]]  # of units and of the embeddings
+    caches: tuple[KVCache, ...]
+    int8_inputs: bool
+
+    @classmethod
+    def of(cls, wanted: Plan, graph: PortableGraph, candidates: Candidates) -> UnitCandidates:
+        units = {unit.name: unit for unit in units_of(graph, wanted.layers_per_group)}
+        schemes = {name: candidates_of(unit.groups[0], candidates) for name, unit in units.items()}
+        embeddings = embedding_schemes(wanted.embeddings, graph.hidden_size)
+        kept = caches(wanted.kv_cache, graph, candidates)
+        return cls(units, schemes | {EMBEDDINGS: embeddings}, kept, candidates.int8_inputs)
+
+    def scheme(self, unit: str, name: str) -> Scheme:
+        return next(scheme for scheme in self.schemes[unit] if scheme.name == name)
+
+    def cache(self, name: str) -> KVCache:
+        return next(cache for cache in self.caches if cache.name == name)

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.engine.step_costs import StepCosts
+from runtime.engine.scheduling.step_costs import StepCosts
 
 SIZES = (4, 2)  # tokens that must match
 WINDOW = 8192  # latest tokens of a sequence that are searched

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from runtime.engine.cache.pools import StatePools
 from runtime.engine.routing import RoutingReports, RoutingWatcher
-from runtime.engine.scheduler import Scheduler
-from runtime.engine.work import Work, WorkResult
+from runtime.engine.scheduling.scheduler import Scheduler
+from runtime.engine.scheduling.work import Work, WorkResult
 from runtime.simulation.step_lengths import StepLengths
 from runtime.wire.limits import Limits
 from runtime.wire.messages import EngineLoad, EngineStats, GenerateRequest, Pool, StepReport

@@ -28,7 +28,7 @@ class Limits:
     logits are wanted, which bounds their memory. ``max_draft_tokens``: tokens that are guessed for a request in a step;
     0 switches speculation off. ``rest_seconds``: where a tenant takes much more than another one, its answers may stand
     still for so long while the other's prompts are computed. The others: see
-    :class:`runtime.engine.step_costs.StepCosts`.
+    :class:`runtime.engine.scheduling.step_costs.StepCosts`.
     """
 
     step_tokens: int = 256

@@ -31,7 +31,7 @@ from runtime.engine.cache import sequences
 from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.core import EngineCore
 from runtime.engine.sampling import BatchSampler
-from runtime.engine.scheduler import Scheduler
+from runtime.engine.scheduling.step_planner import StepPlanner
 from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits
 from tests.corpora import bytes_tokenizer
@@ -154,14 +154,14 @@ def test_greedy_requests_that_wait_for_each_token_are_no_evidence_of_steps_ahead
 
 
 def test_a_prefix_hit_that_skips_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    feed = Scheduler._feed_prompt
+    feed = StepPlanner._feed_prompt
 
-    def skip(self: Scheduler, sequence: Any, *rest: Any) -> Any:
+    def skip(self: StepPlanner, sequence: Any, *rest: Any) -> Any:
         if sequence.cached and sequence.fed == sequence.cached < len(sequence.tokens) - 1:
             sequence.fed += 1
         return feed(self, sequence, *rest)
 
-    monkeypatch.setattr(Scheduler, "_feed_prompt", skip)
+    monkeypatch.setattr(StepPlanner, "_feed_prompt", skip)
     assert {"greedy", "penalties", "logprobs"} <= failed(answers())
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from runtime.engine.core import EngineCore
 from runtime.engine.in_process import ModelledTime
 from runtime.engine.sampling import BatchSampler
-from runtime.engine.step_costs import StepCosts
+from runtime.engine.scheduling.step_costs import StepCosts
 from runtime.wire.limits import Limits
 from runtime.wire.messages import GenerateRequest
 from tapeout.errors import RequestError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -133,3 +134,15 @@ def test_a_place_that_cannot_be_written_is_a_clear_error(
     with pytest.raises(ArtifactError, match="cannot keep") as caught:
         keep(bundle)
     assert "TAPEOUT_STORE" in caught.value.remedy
+
+
+def test_a_bundle_of_an_older_schema_is_refused_with_the_command_that_rebuilds_it(
+    bundle: Artifact[EngineBundle],
+) -> None:
+    path = bundle.folder / "record.json"
+    body = json.loads(path.read_text())
+    path.chmod(0o644)
+    path.write_text(json.dumps(body | {"schema_version": EngineBundle.schema_version - 1}))
+    with pytest.raises(ArtifactError, match="EngineBundle schema 4, by an older version") as caught:
+        load(bundle.folder, EngineBundle)
+    assert "dvc repro build-baseline build-candidate" in caught.value.remedy

@@ -14,9 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines.kernels.serving import Clipping, ValueCounts
 from engines.protocol import Entry, Result
-from runtime.engine.core import BROKEN_STEPS, CLIPPING_STEPS, EngineBrokenError, EngineCore
+from runtime.engine.core import EngineCore
+from runtime.engine.counters import CLIPPING_STEPS
+from runtime.engine.running_steps import BROKEN_STEPS, EngineBrokenError
+from runtime.engine.scheduling.step_costs import StepCosts
 from runtime.engine.speculation import Speculation
-from runtime.engine.step_costs import StepCosts
 from runtime.wire.codec import decode, encode
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings, StepReport

@@ -27,7 +27,7 @@ from engines.targets.ort_cpu.paged_engine import PagedEngine
 from engines.targets.tensorrt.engine import TensorRTEngine
 from quantization.compressed_tensors import open_checkpoint
 from runtime.engine.core import EngineCore
-from runtime.engine.step_costs import StepCosts
+from runtime.engine.scheduling.step_costs import StepCosts
 from runtime.wire.limits import Limits
 from runtime.wire.messages import EngineStats, GenerateRequest
 from tapeout.artifact import Artifact

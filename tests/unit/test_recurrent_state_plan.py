@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quantization import plan_search
+from quantization import recurrent_state
 from quantization.cost_table import CostTable
-from quantization.plan_search import choose_state
-from quantization.recurrent_state import kept_in, rounds_states
+from quantization.recurrent_state import choose_state, kept_in, rounds_states
 from quantization.units import ALL_CANDIDATES, Candidates
 from tapeout.recipe import KVCache, Plan
 from tapeout.state import SEQUENCE_SLOTS, Recurrent, slot_bytes
@@ -22,13 +21,13 @@ def test_auto_takes_bfloat16_only_where_it_costs_little(monkeypatch: pytest.Monk
     graph, texts = family_graph("qwen3_5"), words("qwen3_5", 4, 24, 1)
     found = choose_state(AUTO, graph, ALL_CANDIDATES, texts, lambda _: None)
     assert "over 64 tokens" in found.reason  # all positions of the graph
-    monkeypatch.setattr(plan_search, "STATE_KL", 1.0)
+    monkeypatch.setattr(recurrent_state, "STATE_KL", 1.0)
     half = choose_state(AUTO, graph, ALL_CANDIDATES, texts, lambda _: None)
     assert half.dtype == "bfloat16" and half.kl and half.kl > 1e-9
-    monkeypatch.setattr(plan_search, "STATE_KL", half.kl / 2)
+    monkeypatch.setattr(recurrent_state, "STATE_KL", half.kl / 2)
     exact = choose_state(AUTO, graph, ALL_CANDIDATES, texts, lambda _: None)
     assert exact.dtype == "float32" and not exact.kl and f"{half.kl:.5f}" in exact.reason
-    monkeypatch.setattr(plan_search, "STATE_KL", 1.0)
+    monkeypatch.setattr(recurrent_state, "STATE_KL", 1.0)
     small = AUTO.model_copy(update={"max_kl": 9 * half.kl})  # of which it would take more than a tenth
     assert choose_state(small, graph, ALL_CANDIDATES, texts, lambda _: None).dtype == "float32"
 

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines.protocol import Entry
 from runtime.engine.cache.blocks import BlockPool
-from runtime.engine.scheduler import Scheduler
-from runtime.engine.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
-from runtime.engine.tenant_shares import TenantShares
-from runtime.engine.work import Finished, Work, WorkResult
+from runtime.engine.scheduling.scheduler import Scheduler
+from runtime.engine.scheduling.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
+from runtime.engine.scheduling.tenant_shares import TenantShares
+from runtime.engine.scheduling.work import Finished, Work, WorkResult
 from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import GenerateRequest
@@ -542,7 +542,7 @@ def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
         made.add(GenerateRequest(f"{number}", [1], 1, timeout=1e9), number)
         advance(made, number)
         made.expire(number)
-    assert len(made._deadlines) < 300
+    assert len(made._deadlines._heap) < 300
 
 
 def test_guesses_need_free_blocks_and_never_preempt() -> None:

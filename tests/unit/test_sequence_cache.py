@@ -15,7 +15,7 @@ from runtime.engine.cache import sequences
 from runtime.engine.cache.kinds import Lease
 from runtime.engine.cache.recurrent import RecurrentState
 from runtime.engine.core import EngineCore
-from runtime.engine.scheduler import Scheduler
+from runtime.engine.scheduling.step_planner import StepPlanner
 from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits
 from runtime.wire.messages import GenerateRequest
@@ -373,15 +373,15 @@ def test_a_slot_that_is_freed_twice_is_found(kind: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("kind", ["recurrent", "mixed"])
 def test_a_resumption_beyond_a_snapshot_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a sequence goes on one token after its snapshot."""
-    feed = Scheduler._feed_prompt
+    feed = StepPlanner._feed_prompt
 
-    def skip(self: Scheduler, sequence: Any, *rest: Any) -> Any:
+    def skip(self: StepPlanner, sequence: Any, *rest: Any) -> Any:
         if sequence.cached and sequence.fed == sequence.cached:
             sequence.fed += 1
         return feed(self, sequence, *rest)
 
     core = core_of(kind)
     serve(core, ask("a", PREFIX))
-    monkeypatch.setattr(Scheduler, "_feed_prompt", skip)
+    monkeypatch.setattr(StepPlanner, "_feed_prompt", skip)
     with pytest.raises(AssertionError, match="holds the state of 8 positions, and the tokens begin at position 9"):
         serve(core, ask("b", PREFIX))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engines.protocol import Entry
 from runtime.engine import speculation
 from runtime.engine.sampling import BatchSampler
+from runtime.engine.scheduling.step_costs import StepCosts
 from runtime.engine.speculation import (
     FIRST_PAUSE,
     MOST_DRAFTED,
@@ -25,7 +26,6 @@ from runtime.engine.speculation import (
     Speculation,
     accept,
 )
-from runtime.engine.step_costs import StepCosts
 from runtime.wire.messages import GenerateRequest, SamplingSettings, TokenLogprobs
 from tests.fake_engine import HistoryEngine
 

@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from runtime.engine.step_costs import FIRST_PLAIN_AFTER, FORGET_DRAFTS, MIN_CHUNK, MIN_DRAFTS, PLAIN_AFTER, StepCosts
+from runtime.engine.scheduling.step_costs import (
+    FIRST_PLAIN_AFTER,
+    FORGET_DRAFTS,
+    MIN_CHUNK,
+    MIN_DRAFTS,
+    PLAIN_AFTER,
+    StepCosts,
+)
 
 
 def costs() -> StepCosts:

@@ -14,9 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engines.protocol import Entry, Finish, Result
 from engines.step_inputs import check
 from runtime.engine.cache.paged import PagedState
-from runtime.engine.core import MOST_AHEAD, EngineBrokenError, EngineCore
+from runtime.engine.core import MOST_AHEAD, EngineCore
 from runtime.engine.in_process import STEP_SECONDS, TOKEN_SECONDS, ModelledTime, answer_all
-from runtime.engine.scheduler import Scheduler
+from runtime.engine.running_steps import EngineBrokenError
+from runtime.engine.scheduling.requests import Requests
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
 from tapeout.errors import RequestError
@@ -252,7 +253,7 @@ def test_drafts_are_looked_for_now_and_then() -> None:
     engine = DeviceEngine(64)
     core = EngineCore(engine, Limits(max_draft_tokens=4))
     looked = list[int]()
-    core._drafts = lambda: looked.append(core._steps) or {}  # type: ignore[method-assign]
+    core._drafting.drafts = lambda _: looked.append(core._counters.steps) or {}  # type: ignore[method-assign]
     answer(core, *asked(2, 58))
     assert engine.followed and len(looked) >= 58 // (MOST_AHEAD + 1)
 
@@ -285,7 +286,7 @@ def test_state_that_a_running_step_writes_is_given_to_nobody(monkeypatch: pytest
         core.add(one, 0)
     core.step(1)
     assert len(engine.begun) == 1
-    lease = core.scheduler._running["0"].lease
+    lease = core.scheduler._requests.running["0"].lease
     core.cancel("0")
     core.scheduler.check()
     assert lease.blocks
@@ -293,16 +294,16 @@ def test_state_that_a_running_step_writes_is_given_to_nobody(monkeypatch: pytest
     core.scheduler.check()
     assert not lease.blocks
 
-    finish = Scheduler._finish
+    finish = Requests.finish
 
-    def early(self: Scheduler, id: str, reason: Any) -> Any:
-        sequence = self._find(id)
+    def early(self: Requests, id: str, reason: Any) -> Any:
+        sequence = self.find(id)
         assert sequence is not None
         found = finish(self, id, reason)
-        self._release(sequence)
+        self.release(sequence)
         return found
 
-    monkeypatch.setattr(Scheduler, "_finish", early)
+    monkeypatch.setattr(Requests, "finish", early)
     core.cancel("1")
     core.add(GenerateRequest("next", [7] * 20, 2), 3)
     assert not engine.clashes

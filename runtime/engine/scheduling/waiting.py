@@ -3,50 +3,33 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from heapq import heapify, heappop, heappush
-from typing import Generic, Protocol, TypeVar
+
+from runtime.engine.scheduling.order import Group, Rank
+from runtime.engine.scheduling.sequence import ScheduledSequence
+from runtime.wire.limits import Limits
+from runtime.wire.messages import GenerateRequest
 
 MAX_PASSED = 64  # requests that a step may pass over because another computes their prefix
 
 
-class Waits(Protocol):
-    """What the queue reads of a sequence. None of it changes while it waits."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def arrival(self) -> float: ...
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-
-S = TypeVar("S", bound=Waits)
-Rank = tuple[float, bool, float, float, str]
-_Place = tuple[float, str]  # arrival and id
-_Group = tuple[str, int]  # tenant and priority
-
-
-class WaitingQueue(Generic[S]):
+class WaitingQueue:
     """``rank``: of a sequence among all; within one tenant and priority it is the order of arrival."""
 
-    def __init__(self, rank: Callable[[S, float], Rank]) -> None:
+    def __init__(self, rank: Callable[[ScheduledSequence, float], Rank]) -> None:
         self._rank = rank
-        self._sequences: dict[str, S] = {}
-        self._places: dict[_Group, list[_Place]] = {}  # the earliest first
+        self._sequences: dict[str, ScheduledSequence] = {}
+        self._places: dict[Group, list[tuple[float, str]]] = {}  # arrival and id, the earliest first
         self.tokens = 0
 
     @property
-    def sequences(self) -> Mapping[str, S]:
+    def sequences(self) -> Mapping[str, ScheduledSequence]:
         """By id."""
         return self._sequences
 
     @property
-    def groups(self) -> Set[_Group]:
+    def groups(self) -> Set[Group]:
         """Tenant and priority of those that wait."""
         return self._places.keys()
 
@@ -55,12 +38,12 @@ class WaitingQueue(Generic[S]):
         """Tokens of the longest sequence; 0 without any."""
         return max((len(sequence.tokens) for sequence in self._sequences.values()), default=0)
 
-    def add(self, sequence: S) -> None:
+    def add(self, sequence: ScheduledSequence) -> None:
         self._sequences[sequence.id] = sequence
         self.tokens += len(sequence.tokens)
         insort(self._places.setdefault((sequence.tenant, sequence.priority), []), (sequence.arrival, sequence.id))
 
-    def remove(self, sequence: S) -> None:
+    def remove(self, sequence: ScheduledSequence) -> None:
         del self._sequences[sequence.id]
         self.tokens -= len(sequence.tokens)
         group = sequence.tenant, sequence.priority
@@ -69,7 +52,7 @@ class WaitingQueue(Generic[S]):
         if not places:
             del self._places[group]
 
-    def ranked(self, now: float) -> Iterator[S]:
+    def ranked(self, now: float) -> Iterator[ScheduledSequence]:
         """The highest rank first, until ``MAX_PASSED`` were passed over. Sequences may be removed meanwhile."""
         heads = [(self._rank(self._sequences[places[0][1]], now), group, 0) for group, places in self._places.items()]
         heapify(heads)
@@ -84,7 +67,28 @@ class WaitingQueue(Generic[S]):
             if passed < len(places):
                 heappush(heads, (self._rank(self._sequences[places[passed][1]], now), group, passed))
 
-    def below(self, priority: int, now: float) -> list[S]:
+    def displaced(self, request: GenerateRequest, limits: Limits, now: float) -> list[ScheduledSequence] | None:
+        """Who must end so that there is room for a request: those of lower priority, the lowest and latest first.
+
+        None where all of them would not be enough. One that has begun its answer keeps its place.
+        """
+        places, tokens = limits.max_waiting - len(self._sequences), limits.max_waiting_tokens - self.tokens
+        needed = len(request.prompt) + len(request.answered)
+        if places >= 1 and tokens >= needed:
+            return []
+        found = list[ScheduledSequence]()
+        for sequence in self._below(request.priority, now):
+            if sequence.started or sequence.answered:
+                continue
+            if self._rank(sequence, now)[0] <= request.priority:
+                break
+            found.append(sequence)
+            places, tokens = places + 1, tokens + len(sequence.tokens)
+            if places >= 1 and tokens >= needed:
+                return found
+        return None
+
+    def _below(self, priority: int, now: float) -> list[ScheduledSequence]:
         """Sequences of lower priorities, the lowest rank first."""
         found = [self._sequences[id] for (_, own), places in self._places.items() if own > priority for _, id in places]
         return sorted(found, key=lambda sequence: self._rank(sequence, now), reverse=True)

@@ -1,0 +1,100 @@
+"""Who comes first, and who rests: priorities, what each tenant was served, and age.
+
+It knows tenants and arrivals, and nothing of memory, of budgets or of what a step feeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from runtime.engine.scheduling.sequence import ScheduledSequence
+from runtime.engine.scheduling.tenant_shares import TenantShares
+from runtime.wire.limits import Limits
+
+LEAST_REST = 0.25  # of the longest rest: for less, a prompt does not have a step alone
+Rank = tuple[float, bool, float, float, str]
+Group = tuple[str, int]  # tenant and priority
+
+
+class ServiceOrder:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._shares = TenantShares()
+        self._heavy: frozenset[str] = frozenset()  # tenants that take much more than another one that is active
+        self._active: dict[str, int] = {}  # requests, by tenant
+        self._served: dict[str, float] = {}  # tokens fed, by tenant
+        self._fed: dict[str, int] = {}  # the same, in the step that ends
+
+    @property
+    def shared(self) -> bool:
+        """More than one tenant has requests."""
+        return len(self._active) > 1
+
+    def arrived(self, tenant: str) -> None:
+        if tenant not in self._active:
+            # A tenant that was away has not saved up its share.
+            self._served[tenant] = min(self._served.values(), default=0.0)
+        self._active[tenant] = self._active.get(tenant, 0) + 1
+
+    def left(self, tenant: str) -> None:
+        self._active[tenant] -= 1
+        if not self._active[tenant]:
+            del self._active[tenant], self._served[tenant]
+
+    def feed(self, tenant: str, tokens: int) -> None:
+        """Of one request in the step that ends."""
+        self._served[tenant] += tokens
+        self._fed[tenant] = self._fed.get(tenant, 0) + tokens
+
+    def end_step(self, now: float) -> None:
+        for tenant, tokens in self._fed.items():
+            self._shares.add(tenant, tokens, now)
+        self._fed.clear()
+
+    def weigh(self, now: float) -> None:
+        """Find out which tenants are heavy until the next call."""
+        self._heavy = self._shares.heavy(self._active, now) if len(self._active) > 1 else frozenset()
+
+    def rank(self, sequence: ScheduledSequence, now: float) -> Rank:
+        """Who comes first: by priority, which rises with waiting; then tenants that do not take much more than others;
+        then those that were served least; then by age.
+        """
+        heavy = sequence.tenant in self._heavy
+        priority = sequence.priority - (now - sequence.arrival) // self._limits.aging_seconds
+        if heavy:  # however long it waits by what its own tenant sends, it does not pass others by that
+            priority = max(priority, min(sequence.priority, 0))
+        return priority, heavy, self._served[sequence.tenant], sequence.arrival, sequence.id
+
+    def heavy(self, sequence: ScheduledSequence) -> bool:
+        return sequence.tenant in self._heavy
+
+    def light(self, sequences: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
+        return [sequence for sequence in sequences if sequence.tenant not in self._heavy]
+
+    def rest(
+        self,
+        decoding: Sequence[ScheduledSequence],
+        prompts: Sequence[ScheduledSequence],
+        waiting: Set[Group],
+        now: float,
+    ) -> float | None:
+        """Seconds for which requests of heavy tenants rest in the next step, so that prompts of others have it to
+        themselves; None where there is no such prompt, where one of theirs has a higher priority, or where they have
+        rested long enough.
+        """
+        if not self._heavy:
+            return None
+        groups = {(sequence.tenant, sequence.priority) for sequence in prompts} | waiting
+        light = [priority for tenant, priority in groups if tenant not in self._heavy]
+        resting = [sequence for sequence in decoding if sequence.tenant in self._heavy]
+        heavy = [priority for tenant, priority in groups if tenant in self._heavy]
+        heavy += [sequence.priority for sequence in resting]
+        if not light or min(heavy, default=min(light)) < min(light):
+            return None
+        longest = self._limits.rest_seconds
+        left = min((sequence.last for sequence in resting), default=now) + longest - now
+        return left if left > LEAST_REST * longest else None
+
+    def check(self, requests: int) -> None:
+        """The bookkeeping adds up; for tests. ``requests``: that there are."""
+        assert sum(self._active.values()) == requests and self._active.keys() == self._served.keys()
