@@ -24,7 +24,7 @@ from engines.protocol import Engine, Entry, Finish, FloatArray, Result, Wanted
 from runtime.engine.block_store import BlockStore
 from runtime.engine.cache.pools import StatePools
 from runtime.engine.routing import RoutingReports
-from runtime.engine.sampling import BatchSampler, SampledToken
+from runtime.engine.sampling import BatchSampler, SampledToken, logprobs_of
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.speculation import Counts, Speculation, accept
 from runtime.engine.work import Work, WorkResult
@@ -341,17 +341,21 @@ class EngineCore:
             self._prefix_hits += active.cached
             self._prefix_lost += self.scheduler.lost_tokens(work.id)
         positions: Sequence[int] | None
+        hands_over = False
         if active.request.prompt_logprobs is not None and (positions := _unscored(active, work)):
             wanted: Wanted = "logits"
         elif not work.samples:
             wanted, positions = "token", ()
         else:
             wanted = self._sampler.needs(work.id)
+            hands_over = wanted == "logits" and self.engine.capabilities.draws
             positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
         lease = work.lease
-        return Entry(
+        entry = Entry(
             work.tokens, work.start, lease.blocks, wanted, positions, 0, 0, lease.slot, lease.snapshots, follows
         )
+        decided = work.start + len(work.tokens) - work.drafts - len(active.request.prompt)
+        return self._sampler.handed_over(entry, work.id, decided) if hands_over else entry
 
     def _results(self, step: _RunningStep) -> list[Result]:
         """Of a step. If it fails as a whole, each entry is fed alone, and those that fail alone end.
@@ -404,6 +408,7 @@ class EngineCore:
             elif result.tokens is not None:
                 chosen = result.tokens.tolist()
                 active.take(accept(chosen, work.tokens[first:]) if work.drafts else chosen)
+                active.logprobs = logprobs_of(active.tokens, result.ranked or ())
             elif result.logits is not None:
                 self._score(active, result.logits)
                 if work.samples and active.error is None:

@@ -21,7 +21,7 @@ from engines.kernels.cuda import HOST_FILE, device, layout
 from engines.kernels.cuda import library as device_library
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
 from engines.load import at_level, find_target, load, open_probe, runs_here
-from engines.protocol import Engine, Entry, Finish, FloatArray, Result
+from engines.protocol import Draw, Engine, Entry, Filters, Finish, FloatArray, Result
 from engines.targets.cuda import engine as cuda_engine
 from pipeline.cli import build as command
 from pipeline.cli import doctor
@@ -192,8 +192,15 @@ def test_a_step_is_one_copy_up_one_down_and_one_wait(opened: Engine, library: Pa
         assert found["launches"] <= 1 + 10 * layers + 4  # prompts and decodes have an attention each
         opened.step([Entry([4], 70, blocks(0)), Entry([5], 70, blocks(1), "logits")])
         found = counted()
+        assert found == once | {"copies_down": 2, "graph_launches": 1, "launches": found["launches"]}
+        assert found["launches"] == 1 + 8 * layers + 4
+        drawn = Entry([6], 70, blocks(1), draw=Draw(Filters(1.0, 0, 0.9, 0), [5]))
+        opened.step([Entry([5], 70, blocks(0)), drawn])
+        found = counted()
         assert found == once | {"copies_down": 1, "graph_launches": 1, "launches": found["launches"]}
         assert found["launches"] == 1 + 8 * layers + 4
+        opened.step([Entry([5], 70, blocks(0)), drawn._replace(ranked=5)])
+        assert counted() == found | {"copies_down": 2}
         opened.copy_block(0, COLUMNS, 9)
         assert counted() == dict.fromkeys(found, 0) | {"copies": 2 * layers}
 
@@ -305,7 +312,7 @@ def test_a_plan_selects_all_kernels_that_it_launches(tmp_path: Path, library: Pa
         .replace("attention_prompt", "ATTENTION")
         for name in names
     }
-    always = {"argmax_parts", "argmax_rows", "gated_rows", "norm_rows"}
+    always = {"argmax_parts", "choose_rows", "gated_rows", "norm_rows"}
     assert selections - always == set(plan.selected)
 
 

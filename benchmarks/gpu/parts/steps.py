@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.gpu.llama import EPSILON, Shape
 from benchmarks.gpu.place import Place, Record, milliseconds, peers
 from engines.bundle import BLOCK_TOKENS
-from engines.kernels.cuda.library import DeviceEngine, DeviceStep
+from engines.kernels.cuda.library import DeviceEngine, DeviceStep, StepResults
 from engines.protocol import Entry, Result
 from engines.targets.cuda.engine import CudaEngine, open_engine
 
@@ -95,12 +95,12 @@ class _Watch:
         device: DeviceEngine = vars(engine)["_device"]
         begin = device.begin
 
-        def watched(step: DeviceStep, *, logits: bool) -> Callable[[], Any]:
+        def watched(step: DeviceStep, *, ranking: bool, logits: bool) -> Callable[[], StepResults]:
             start = time.perf_counter()
-            finish = begin(step if self.graph else replace(step, bucket=0), logits=logits)
+            finish = begin(step if self.graph else replace(step, bucket=0), ranking=ranking, logits=logits)
             self._inside += time.perf_counter() - start
 
-            def waited() -> Any:
+            def waited() -> StepResults:
                 start = time.perf_counter()
                 found = finish()
                 self._inside += time.perf_counter() - start
