@@ -28,6 +28,8 @@ from pipeline.cli import doctor
 from pipeline.registry.levels import level_to_serve
 from pipeline.stages import hardware
 from quantization.compressed_tensors import open_checkpoint
+from runtime.engine.sampling import BatchSampler, SampledToken, logprobs_of
+from runtime.wire.messages import GenerateRequest, SamplingSettings
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, ResourceError
 from tapeout.quantized import round_to_nearest
@@ -615,6 +617,56 @@ def test_a_step_that_begins_ahead_reads_the_tokens_on_the_device(opened: Engine)
             read(found, *waiting.pop(0))
     read(found, *waiting.pop(0))
     assert found == {number: expected[number][: fed[number]] for number in range(5)}
+
+
+def logits_after(engine: Engine, sequence: int, prompt: list[int]) -> FloatArray:
+    return logits_of(engine.step([Entry(prompt, 0, blocks(sequence), "logits")]))[0][0]
+
+
+def test_draws_and_log_probabilities_are_those_of_the_server(opened: Engine) -> None:
+    """To the bit, in a prompt, in graphs and in a batch with whole logits: as the host chooses from the same logits."""
+    sampler = BatchSampler(opened.capabilities.vocab_size)
+    asked = [
+        SamplingSettings(temperature=2.0, seed=1),
+        SamplingSettings(temperature=2.0, top_k=7, top_p=0.8, min_p=0.05, seed=2),
+        SamplingSettings(temperature=0.7, top_p=0.9, seed=3),
+        SamplingSettings(),
+    ]
+    prompts = [words(5 + 3 * number, seed=number) for number in range(4)]
+    for number, one in enumerate(asked):
+        sampler.add(GenerateRequest(f"{number}", prompts[number], 9, one, logprobs=number or None))
+    expected = dict[int, list[SampledToken]]()
+    for number, prompt in enumerate(prompts):
+        tokens, expected[number] = list(prompt), []
+        for _ in range(4):
+            expected[number] += sampler.choose([f"{number}"], logits_after(opened, number, tokens)[None])
+            tokens.append(expected[number][-1].token)
+
+    for step in range(4):
+        entries = list[Entry]()
+        for number, prompt in enumerate(prompts):
+            said = [one.token for one in expected[number][:step]]
+            entry = Entry(said[-1:] or prompt, len(prompt) + len(said) - 1 if said else 0, blocks(number), "logits")
+            entries.append(sampler.handed_over(entry, f"{number}", step))
+        beside = Entry([5 + step], step, blocks(9), "logits")
+        results = opened.step([*entries, beside] if step == 2 else entries)
+        for number, result in enumerate(results[:4]):
+            assert result.error is None and result.tokens is not None
+            wanted = expected[number][step]
+            assert result.tokens.tolist() == [wanted.token]
+            found = logprobs_of(result.tokens.tolist(), result.ranked or ())
+            assert found == (() if wanted.logprobs is None else (wanted.logprobs,))
+
+
+def test_draws_that_do_not_fit_their_entry_are_refused(opened: Engine) -> None:
+    draw = Draw(Filters(1.0, 0, 1.0, 0), [1])
+    wrong = [
+        Entry([5], 0, blocks(0), "logits", draw=draw),
+        Entry([5, 6], 0, blocks(1), positions=[0, 1], draw=draw),
+        Entry([5], 0, blocks(2), ranked=129),
+    ]
+    found = [str(result.error).splitlines()[0] for result in opened.step(wrong)]
+    assert found == ["a draw beside logits", "1 random numbers", "the 129 likeliest tokens"]
 
 
 PINNED = {
