@@ -289,14 +289,18 @@ WRONG = {
     "a lane's candidates are lost": Wrong(
         "choose.cu", "begin + lane; at < last", "begin + lane; lane != 1 && at < last", draws_of_many
     ),
-    "the sum of exponentials lacks the largest": Wrong("choose.cu", "fmaxf((score - max)", "fmaxf((score - 0 * max)", draws),
+    "the sum of exponentials lacks the largest": Wrong(
+        "choose.cu", "fmaxf((score - max)", "fmaxf((score - 0 * max)", draws
+    ),
     "sums of a bin lose their carry": Wrong("choose.cu", "if (before + amount < before)", "if (false)", draws),
     "top-p is taken of all tokens and not of what top-k leaves": Wrong(
         "choose.cu", "return before.has(key_of(score), at) ? (uint64_t)weight_of(score, max, scale) : 0;",
         "return (uint64_t)weight_of(score, max, scale) + 0 * before.key;", draws,
     ),
-    "a point at the edge is that of the token before": Wrong("choose.cu", "row.total()) + 1, weight)", "row.total()), weight)",
-        draws_by_probability),
+    "a point at the edge is that of the token before": Wrong(
+        "choose.cu", "row.total()) + 1, weight)", "row.total()), weight)",
+        draws_by_probability,
+    ),
     "sums lack the barrier before they are added": Wrong(
         "choose.cu", "      if (lane == 0) memory.sums[i] = own;\n    }\n    __syncthreads();",
         "      if (lane == 0) memory.sums[i] = own;\n    }", draws,
