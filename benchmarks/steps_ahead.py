@@ -18,13 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engines.bundle import BLOCK_TOKENS, IOContract
-from engines.kernels.cuda.library import DeviceStep
+from engines.kernels.cuda.library import DeviceStep, StepResults
 from engines.targets.cuda.engine import CudaEngine
 from runtime.engine.core import EngineCore
 from runtime.wire.codec import encode
@@ -43,15 +41,15 @@ class TimedDevice:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.free_at = seconds, 0.0
 
-    def begin(self, step: DeviceStep, *, logits: bool) -> Callable[[], NDArray[Any]]:
-        assert not logits
+    def begin(self, step: DeviceStep, *, ranking: bool, logits: bool) -> Callable[[], StepResults]:
+        assert not ranking and not logits
         end = self.free_at = max(time.thread_time(), self.free_at) + self.seconds
-        tokens = np.full(len(step.rows), TOKEN)
+        results = StepResults(np.full(len(step.rows), TOKEN))
 
-        def finish() -> NDArray[Any]:
+        def finish() -> StepResults:
             while time.thread_time() < end:
                 pass
-            return tokens
+            return results
 
         return finish
 

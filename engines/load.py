@@ -135,7 +135,9 @@ def not_executable(bundle: Artifact[EngineBundle]) -> str:
     except FingerprintError as error:
         if not find_target(bundle.record.target).capabilities.ahead_of_time:
             raise
-        return error.found
+        return "; ".join(
+            (error.found, f"expected: {error.expected}", *([f"to do: {error.remedy}"] if error.remedy else []))
+        )
     levels = [one.level for one in bundle.record.hardware if not one.emulated]
     return f"this machine has no {' or '.join(levels)}" if here.emulated and levels else ""
 

@@ -23,6 +23,7 @@ from tapeout.state import NO_SLOT
 FloatArray = NDArray[np.float32]
 TokenArray = NDArray[np.int64]
 Wanted = Literal["token", "logits", "top"]
+MOST_RANKED = 128
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class EngineCapabilities:
     is one block, and a shared prefix is copied.
     ``chooses_tokens``: the likeliest token is found in the graph, without writing logits.
     ``threads``: of the processor that compute a step, as it was opened or as it chose; 0 where it does not compute.
+    ``draws``: tokens are drawn and ranked where they are computed (:attr:`Entry.draw`, :attr:`Entry.ranked`).
     ``steps_at_once``: that can have begun and not ended. With two of them, entries may follow others
     (:attr:`Entry.follows`); such engines have no recurrent state.
     """
@@ -52,6 +54,37 @@ class EngineCapabilities:
     slot_bytes: int = 0
     snapshot_tokens: int = 0
     steps_at_once: int = 1
+    draws: bool = False
+
+
+class Filters(NamedTuple):
+    """``scale``: log2(e) over the temperature; 0 is greedy, also for a top-p of 0.
+
+    ``least``: weight of the least likely token for min-p.
+    """
+
+    scale: float
+    top_k: int
+    top_p: float
+    least: int
+
+
+class Draw(NamedTuple):
+    """How the tokens of an entry are drawn. ``random``: 64 random bits for each position."""
+
+    filters: Filters
+    random: Sequence[int]
+
+
+class Ranked(NamedTuple):
+    """What log-probabilities at a position need: a token's is its logit less the ``normalizer``.
+
+    ``logit``: of the token that was chosen. ``likeliest``: tokens and their logits, from the likeliest on.
+    """
+
+    normalizer: float
+    logit: float
+    likeliest: Sequence[tuple[int, float]]
 
 
 class Entry(NamedTuple):
@@ -65,6 +98,9 @@ class Entry(NamedTuple):
     is copied to.
     ``follows``: a place in the batch that was begun last. This entry has one token, the last that the entry there
     chooses (it wants tokens), which may not be known yet: the one in ``tokens`` does not matter.
+    ``draw``, ``ranked``: of an entry that wants tokens. They are drawn so, to the bit as
+    :func:`runtime.engine.draw.draw` does; and so many of the likeliest tokens are wanted beside each, at most
+    :data:`MOST_RANKED`.
     """
 
     tokens: Sequence[int]
@@ -77,18 +113,21 @@ class Entry(NamedTuple):
     slot: int = NO_SLOT
     snapshots: Sequence[tuple[int, int]] = ()
     follows: int | None = None
+    draw: Draw | None = None
+    ranked: int | None = None
 
 
 class Result(NamedTuple):
     """Of one entry, in the order of its positions: what it wanted, or why this entry alone has failed.
 
     ``tokens`` ``[P]``, or ``[P, top]`` from the likeliest on; ``logits`` ``[P, V]``; ``log_probabilities``
-    ``[P, top]``, in nats.
+    ``[P, top]``, in nats. ``ranked`` ``[P]``, where the entry asks for it.
     """
 
     tokens: TokenArray | None = None
     logits: FloatArray | None = None
     log_probabilities: FloatArray | None = None
+    ranked: Sequence[Ranked] | None = None
     error: RequestError | None = None
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.protocol import EngineCapabilities, Entry, FloatArray, Result
+from engines.protocol import MOST_RANKED, EngineCapabilities, Entry, FloatArray, Result
 from engines.state_slots import StateSlots
 from tapeout.errors import RequestError
 from tapeout.state import NO_SLOT
@@ -67,7 +67,8 @@ def check(
 
 def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) -> RequestError | None:
     """``written``: blocks that entries before it write; its own are added."""
-    tokens, start, blocks, wanted, positions, top, adapter, slot, snapshots, follows = entry  # quicker than one by one
+    # Quicker than one by one.
+    tokens, start, blocks, wanted, positions, top, adapter, slot, snapshots, follows, draw, ranked = entry
     count, size = len(tokens), engine.block_tokens
     end = start + count
     if not count or start < 0 or end > engine.max_tokens:
@@ -105,10 +106,27 @@ def _check_entry(entry: Entry, engine: EngineCapabilities, written: set[int]) ->
             f"{count} tokens that follow entry {follows} of the step before",
             expected="one token, of an engine that takes two steps at once",
         )
+    if (draw is not None or ranked is not None) and (reason := _unfit_draw(entry, engine)):
+        return reason
     if adapter:
         return RequestError(f"adapter {adapter}", expected="0: this engine has no adapters")
     if (slot != NO_SLOT or snapshots) and not engine.slots:
         return NO_SLOTS.unfit(entry, set[int]())
+    return None
+
+
+def _unfit_draw(entry: Entry, engine: EngineCapabilities) -> RequestError | None:
+    _, _, _, wanted, positions, _, _, _, _, _, draw, ranked = entry
+    if not engine.draws or wanted != "token":
+        return RequestError(
+            f"{'a draw' if ranked is None else 'a ranking'} beside {wanted}",
+            expected="an entry that wants tokens, of an engine that draws them",
+        )
+    count = 1 if positions is None else len(positions)
+    if draw is not None and len(draw.random) != count:
+        return RequestError(f"{len(draw.random)} random numbers", expected=f"{count}: one for each position")
+    if ranked is not None and not 0 <= ranked <= MOST_RANKED:
+        return RequestError(f"the {ranked} likeliest tokens", expected=f"0 to {MOST_RANKED}")
     return None
 
 
@@ -122,7 +140,7 @@ def runs(batch: Sequence[Entry], errors: Sequence[RequestError | None], most: in
     for number, (entry, error) in enumerate(zip(batch, errors, strict=True)):
         if error is not None:
             continue
-        tokens, start, blocks, _, positions, _, _, slot, snapshots, _ = entry
+        tokens, start, blocks, _, positions, _, _, slot, snapshots, *_ = entry
         count, done = len(tokens), 0
         if count <= room and not snapshots:
             room -= count

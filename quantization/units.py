@@ -21,7 +21,8 @@ from tapeout.schemes import CANDIDATE_SCHEMES, EMBEDDING_CANDIDATES, FLOAT, SMAL
 EMBEDDING = "embedding"
 HEAD = "lm_head"
 ATTENTION_INPUTS = "qkv"
-CACHE_CANDIDATES = (KVCache(dtype="float32"), KVCache(dtype="int8"), KVCache(dtype="int4"))
+CACHE_CANDIDATES = (KVCache(dtype="float32"), KVCache(dtype="int8"), KVCache(dtype="int4"))  # of the CPU
+ALL_CACHES = (*CACHE_CANDIDATES, KVCache(dtype="fp8"))
 Schemes = dict[str, Scheme]  # by group name, and EMBEDDING; fitted
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.protocol import EngineCapabilities, Entry, FloatArray, Result, WholeSteps
+from engines.kernels.sampling import SamplingRow
+from engines.protocol import Draw, EngineCapabilities, Entry, Filters, FloatArray, Ranked, Result, WholeSteps
 from engines.sequences import Sequences
 from engines.slot_engine import SlotEngine
 from engines.step_inputs import NO_SLOTS, Int64Array, check, result_of
+from runtime.engine.draw import draw
 from tapeout.fingerprint import Fingerprint
 
 MACHINE = Fingerprint(machine="x86_64", features=("avx2",), libraries={"onnxruntime": "1.0"})
@@ -78,7 +80,7 @@ class HistoryEngine(WholeSteps):
         wanted = [len(entry.tokens) - 1] if entry.positions is None else entry.positions
         if not len(wanted):
             return Result()
-        return result_of(entry, np.stack([self.logits_after(history[: entry.start + at + 1]) for at in wanted]))
+        return chosen(entry, np.stack([self.logits_after(history[: entry.start + at + 1]) for at in wanted]))
 
     def prepare(self, ahead: int) -> bool:
         self.prepared.append(ahead)
@@ -100,6 +102,21 @@ class HistoryEngine(WholeSteps):
         NO_SLOTS.copy(source, target)
 
     def close(self) -> None: ...
+
+
+def chosen(entry: Entry, logits: FloatArray) -> Result:
+    """What an entry wants of logits ``[P, V]``, of an engine that draws, too."""
+    if entry.draw is None and entry.ranked is None:
+        return result_of(entry, logits)
+    filters, random = entry.draw or Draw(Filters(0.0, 0, 1.0, 0), [0] * len(logits))
+    tokens, ranked = list[int](), list[Ranked]()
+    for row, bits in zip(logits, random, strict=True):
+        drawn = draw(SamplingRow(row, filters, bits, top=entry.ranked))
+        assert isinstance(drawn.token, int)
+        tokens.append(drawn.token)
+        likeliest = [(token, float(row[token])) for token in drawn.likeliest]
+        ranked.append(Ranked(drawn.normalizer, float(row[drawn.token]), likeliest))
+    return Result(np.array(tokens), ranked=None if entry.ranked is None else ranked)
 
 
 class History(Sequences):

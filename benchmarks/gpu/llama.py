@@ -17,13 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from engines.bundle import BLOCK_TOKENS, NEXT_TOKENS, EngineBundle, IOContract
-from engines.kernels.cuda import HOST, HOST_FILE, cubin_file
+from engines.kernels.cuda import HOST, HOST_FILE, cubin_file, parameters
 from engines.kernels.cuda.packing import chunks_of, tiles_of
 from engines.kernels.cuda.parameters import ARGMAX_PARTS
 from engines.kernels.cuda.plan import (
     CONSTANTS_FILE,
     ENDED,
     PLAN_FILE,
+    RANKING,
     WEIGHTS_FILE,
     LaunchPlan,
     PlacedTensor,
@@ -279,11 +280,12 @@ class _Plan:
             NEXT_TOKENS: PlanValue(wanted=True, row_bytes=8),
             "argmax.max": PlanValue(wanted=True, row_bytes=4 * ARGMAX_PARTS),
             "argmax.index": PlanValue(wanted=True, row_bytes=4 * ARGMAX_PARTS),
+            RANKING: PlanValue(wanted=True, row_bytes=parameters.RANKING.itemsize),
         }
         scratch = {"part_max": "argmax.max", "part_index": "argmax.index"}
-        pointers = {"logits": "logits", **scratch, "y": NEXT_TOKENS}
+        pointers = {"logits": "logits", **scratch, "ranking": RANKING, "y": NEXT_TOKENS}
         numbers: dict[str, int | float] = {"N": self._shape.vocabulary}
-        self._add("argmax", "logits", pointers, numbers, writes=("y", "part_max", "part_index"), wanted=True)
+        self._add("choose", "logits", pointers, numbers, writes=("y", "ranking", *scratch), wanted=True)
 
     def _weight(
         self, name: str, outputs: int, columns: int, bits: int

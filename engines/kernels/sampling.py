@@ -14,24 +14,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.protocol import FloatArray
+from engines.protocol import Filters, FloatArray
 
 ONE_BITS = 30
 ONE = 1 << ONE_BITS  # weight of the likeliest token
 NOT_FINITE = "the logits hold NaN or infinity"
 NONE_LEFT = "no token may be chosen: the constraint, the logit bias and the stop tokens exclude all"
-
-
-class Filters(NamedTuple):
-    """``scale``: log2(e) over the temperature; 0 is greedy, also for a top-p of 0.
-
-    ``least``: weight of the least likely token for min-p.
-    """
-
-    scale: float
-    top_k: int
-    top_p: float
-    least: int
 
 
 class Adjustments:

@@ -287,7 +287,8 @@ def _plan(
     from quantization.sensitivity_sweep import sweep
     from quantization.units import Candidates
 
-    recipe, candidates = request.recipe, Candidates(precision.choices)
+    recipe = request.recipe
+    candidates = Candidates(precision.choices, int8_inputs=target.capabilities.int8_activations)
     wanted = recipe.plan.model_copy(
         update={
             "schemes": AUTO,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from engines.target import Capabilities
-from quantization.units import CACHE_CANDIDATES, Candidates
+from quantization.units import ALL_CACHES, Candidates
 
 FLOAT_CACHE = "float32"  # a KV cache that is not quantized, whatever floats a target has
 
 
 def target_candidates(capabilities: Capabilities) -> Candidates:
-    kept = tuple(cache for cache in CACHE_CANDIDATES if cache.dtype in (FLOAT_CACHE, *capabilities.kv_dtypes))
+    kept = tuple(cache for cache in ALL_CACHES if cache.dtype in (FLOAT_CACHE, *capabilities.kv_dtypes))
     return Candidates(capabilities.schemes, kept, capabilities.int8_activations, capabilities.recurrent_dtypes)

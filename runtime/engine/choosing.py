@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from engines.protocol import FloatArray, Result
 from runtime.engine.active import ActiveRequest
-from runtime.engine.sampling import BatchSampler, SampledToken
+from runtime.engine.sampling import BatchSampler, SampledToken, logprobs_of
 from runtime.engine.scheduling.work import Work
 from runtime.engine.speculation import accept
 from tapeout.errors import RequestError, one_line
@@ -29,6 +29,7 @@ def choose(sampler: BatchSampler, step: Sequence[tuple[Work, ActiveRequest, Resu
         elif result.tokens is not None:
             chosen = result.tokens.tolist()
             active.take(accept(chosen, work.tokens[first:]) if work.drafts else chosen)
+            active.logprobs = logprobs_of(active.tokens, result.ranked or ())
         elif result.logits is not None:
             _score(sampler, active, result.logits)
             if work.samples and active.error is None:

@@ -210,16 +210,20 @@ class EngineCore:
             active.cached, active.queued = self.scheduler.cached_tokens(work.id), self.clock() - active.arrival
             self._counters.started(active, self.scheduler.lost_tokens(work.id))
         positions: Sequence[int] | None
+        hands_over = False
         if active.request.prompt_logprobs is not None and (positions := active.unscored(work)):
             wanted: Wanted = "logits"
         elif not work.samples:
             wanted, positions = "token", ()
         else:
             wanted = self._sampler.needs(work.id)
+            hands_over = wanted == "logits" and self.engine.capabilities.draws
             positions = range(len(work.tokens) - work.drafts - 1, len(work.tokens)) if work.drafts else None
-        return Entry(
+        entry = Entry(
             work.tokens, work.start, lease.blocks, wanted, positions, 0, 0, lease.slot, lease.snapshots, follows
         )
+        decided = work.start + len(work.tokens) - work.drafts - len(active.request.prompt)
+        return self._sampler.handed_over(entry, work.id, decided) if hands_over else entry
 
     def _emit(self, active: ActiveRequest, reason: FinishReason | None) -> None:
         """Report what a request's step has brought, if anything."""

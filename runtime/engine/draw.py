@@ -23,11 +23,10 @@ from engines.kernels.sampling import (
     ONE,
     ONE_BITS,
     Drawn,
-    Filters,
     SamplingRow,
     normalizer,
 )
-from engines.protocol import FloatArray
+from engines.protocol import Filters, FloatArray
 from runtime.constraints.compiler import MaskArray
 from runtime.wire.messages import SamplingSettings
 

@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from engines.kernels.sampling import Adjustments, Drawn, Filters, Sampler, SamplingRow
-from engines.protocol import FloatArray
+from engines.kernels.sampling import Adjustments, Drawn, Sampler, SamplingRow
+from engines.protocol import Draw, Entry, Filters, FloatArray, Ranked
 from runtime.constraints.compiler import ConstraintCompiler, Matcher
 from runtime.engine.draw import draw, filters_of, random_bits
 from runtime.wire.messages import GenerateRequest, SamplingSettings, TokenLogprobs
@@ -91,6 +91,21 @@ class BatchSampler:
             and (state.changes is None or state.changes.done(state.position))
         )
         return "token" if plain else "logits"
+
+    def handed_over(self, entry: Entry, id: str, position: int) -> Entry:
+        """An entry whose tokens an engine that draws can choose wants these of it; another one stays as it is.
+
+        ``position``: of the first of them in the response. They need not be reported here.
+        """
+        state, changes = self._states[id], self._states[id].changes
+        state.position = position
+        if state.compiling is not None or not (changes is None or changes.done(position)):
+            return entry
+        draw = None
+        if state.filters.scale:
+            count = 1 if entry.positions is None else len(entry.positions)
+            draw = Draw(state.filters, [random_bits(state.seed, position + at) for at in range(count)])
+        return entry._replace(wanted="token", draw=draw, ranked=state.request.logprobs)
 
     def choose(self, ids: Sequence[str], logits: Sequence[FloatArray] | FloatArray) -> list[SampledToken]:
         """The next token of each request, which counts as said from now on.
@@ -180,6 +195,16 @@ def check(request: GenerateRequest, vocab_size: int) -> None:
 def _logprobs(token: int, logits: FloatArray, drawn: Drawn) -> TokenLogprobs:
     likeliest = ((other, float(logits[other]) - drawn.normalizer) for other in drawn.likeliest)
     return TokenLogprobs(token, float(logits[token]) - drawn.normalizer, tuple(likeliest))
+
+
+def logprobs_of(tokens: Sequence[int], ranked: Sequence[Ranked]) -> tuple[TokenLogprobs, ...]:
+    """Of tokens that an engine has drawn. There may be fewer of them than it gave."""
+    return tuple(
+        TokenLogprobs(
+            token, one.logit - one.normalizer, tuple((other, logit - one.normalizer) for other, logit in one.likeliest)
+        )
+        for token, one in zip(tokens, ranked, strict=False)
+    )
 
 
 @dataclass

@@ -17,12 +17,13 @@ from engines.kernels.cuda import compiler
 from tests.cuda import OTHER_LIBRARY, Device
 from tests.sanitizers import build, cuda_build
 from tests.unit import test_cuda_attention as attention
+from tests.unit import test_cuda_choose as choose
 from tests.unit import test_cuda_linear as linear
 from tests.unit import test_cuda_rows as rows
 
 ROOT = Path(__file__).parents[2]
-CHECKED = ("tests/unit/test_cuda_rows.py", "tests/unit/test_cuda_linear.py", "tests/unit/test_cuda_attention.py")
-SMALL = "(rows and 0-) or equals_its_reference and (F16 and True or window) or order_of_threads"
+CHECKED = tuple(f"tests/unit/test_cuda_{name}.py" for name in ("rows", "linear", "attention", "choose"))
+SMALL = "(rows and 0-) or (sorted and 0-7) or equals_its_reference and (F16 and True or window) or order_of_threads"
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,9 @@ OVERFLOWS = {
     "outputs of padding are written": Overflow(
         "block_linear.cu", "if (token < p.M) p.y", "p.y", "linear and order", "heap-buffer-overflow"
     ),
+    "too little room for the likeliest tokens": Overflow(
+        "launch.cpp", "2 * MOST_TOP + 4", "MOST_TOP + 4", "sorted and 0-203", "heap-buffer-overflow"
+    ),
     "an id beyond the rows is read": Overflow(
         "rows.cu", "id >= 0 && id < w.N", "id >= 0 && id <= 64", "embedding and 0-", "heap-buffer-overflow"
     ),
@@ -135,7 +139,20 @@ def norm(device: Device) -> None:
 
 
 def first_largest(device: Device) -> None:
-    rows.test_argmax_is_the_first_of_the_largest_and_none_of_what_is_not_finite(device, 100)
+    choose.test_argmax_is_the_first_of_the_largest_and_none_of_what_is_not_finite(device, 100)
+
+
+def draws(device: Device) -> None:
+    choose.check_draws(device, 203, rounds=4)
+
+
+def draws_of_many(device: Device) -> None:
+    """Several tokens to a part, which lanes share."""
+    choose.check_draws(device, 1500, rounds=1)
+
+
+def draws_by_probability(device: Device) -> None:
+    choose.test_draws_follow_the_probabilities(device)
 
 
 def attention_reference(cache: str = "int8", window: int = 0, *, norms: bool = False) -> Check:
@@ -263,8 +280,31 @@ WRONG = {
     "keys are rounded down": Wrong(
         "attention.cu", "__float2int_rn(x)", "(int)x", attention_reference()
     ),
-    "the last of equal logits is chosen": Wrong("rows.cu", "other == max && at < index", "other == max && at > index",
+    "the last of equal logits is chosen": Wrong("choose.cu", "other == max && at < index", "other == max && at > index",
         first_largest),
+    "of equal logits those with higher ids are kept": Wrong("choose.cu", "at <= token", "at >= token", draws),
+    "equal logits are ranked by falling ids": Wrong(
+        "choose.cu", "memory.tokens[i] < own", "memory.tokens[i] > own", draws
+    ),
+    "a lane's candidates are lost": Wrong(
+        "choose.cu", "begin + lane; at < last", "begin + lane; lane != 1 && at < last", draws_of_many
+    ),
+    "the sum of exponentials lacks the largest": Wrong(
+        "choose.cu", "fmaxf((score - max)", "fmaxf((score - 0 * max)", draws
+    ),
+    "sums of a bin lose their carry": Wrong("choose.cu", "if (before + amount < before)", "if (false)", draws),
+    "top-p is taken of all tokens and not of what top-k leaves": Wrong(
+        "choose.cu", "return before.has(key_of(score), at) ? (uint64_t)weight_of(score, max, scale) : 0;",
+        "return (uint64_t)weight_of(score, max, scale) + 0 * before.key;", draws,
+    ),
+    "a point at the edge is that of the token before": Wrong(
+        "choose.cu", "row.total()) + 1, weight)", "row.total()), weight)",
+        draws_by_probability,
+    ),
+    "sums lack the barrier before they are added": Wrong(
+        "choose.cu", "      if (lane == 0) memory.sums[i] = own;\n    }\n    __syncthreads();",
+        "      if (lane == 0) memory.sums[i] = own;\n    }", draws,
+    ),
 }  # fmt: skip
 
 

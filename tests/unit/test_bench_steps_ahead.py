@@ -16,11 +16,11 @@ from engines.targets.cuda.engine import CudaEngine
 
 def test_steps_of_the_stand_in_take_their_time_one_after_the_other() -> None:
     device, empty = TimedDevice(0.01), np.zeros(1, np.int32)
-    step = DeviceStep(empty.astype(np.int64), empty.astype(np.int64), empty, empty, empty, 0, 1, 1, 1)
+    step = DeviceStep(empty.astype(np.int64), empty.astype(np.int64), None, empty, empty, empty, 0, 1, 1, 1)
     start = time.thread_time()
-    ends = [device.begin(step, logits=False) for _ in range(2)]
+    ends = [device.begin(step, ranking=False, logits=False) for _ in range(2)]
     for number, end in enumerate(ends, start=1):
-        assert end().tolist() == [steps_ahead.TOKEN]
+        assert end().tokens.tolist() == [steps_ahead.TOKEN]
         assert time.thread_time() - start >= 0.01 * number
 
 

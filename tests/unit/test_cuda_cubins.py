@@ -38,7 +38,7 @@ ROWS = {
         (256, 4),
     ),
     **dict.fromkeys(("quantize_rows", "gated_codes"), (256, 4)),
-    "argmax_rows": (32, 16),
+    "choose_rows": (512, 2),
 }
 LIMITS = LINEARS | MANY | FP8 | FP8_MANY | PARTS | PROMPTS | ROWS
 REGISTERS = 65536  # of a multiprocessor
@@ -145,7 +145,7 @@ def test_a_bundle_gets_the_kernels_that_it_selects(tmp_path: Path, monkeypatch: 
     found = kernels_of(compiler.cubin("sm80", selected=("CACHE_Half", "GATHER_6")))
     always = {
         "argmax_parts",
-        "argmax_rows",
+        "choose_rows",
         "gated_codes",
         "gated_rows",
         "norm_rows",

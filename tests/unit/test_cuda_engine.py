@@ -21,13 +21,15 @@ from engines.kernels.cuda import HOST_FILE, device, layout
 from engines.kernels.cuda import library as device_library
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
 from engines.load import at_level, find_target, load, open_probe, runs_here
-from engines.protocol import Engine, Entry, Finish, FloatArray, Result
+from engines.protocol import Draw, Engine, Entry, Filters, Finish, FloatArray, Result
 from engines.targets.cuda import engine as cuda_engine
 from pipeline.cli import build as command
 from pipeline.cli import doctor
 from pipeline.registry.levels import level_to_serve
 from pipeline.stages import hardware
 from quantization.compressed_tensors import open_checkpoint
+from runtime.engine.sampling import BatchSampler, SampledToken, logprobs_of
+from runtime.wire.messages import GenerateRequest, SamplingSettings
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, ResourceError
 from tapeout.quantized import round_to_nearest
@@ -192,8 +194,15 @@ def test_a_step_is_one_copy_up_one_down_and_one_wait(opened: Engine, library: Pa
         assert found["launches"] <= 1 + 10 * layers + 4  # prompts and decodes have an attention each
         opened.step([Entry([4], 70, blocks(0)), Entry([5], 70, blocks(1), "logits")])
         found = counted()
+        assert found == once | {"copies_down": 2, "graph_launches": 1, "launches": found["launches"]}
+        assert found["launches"] == 1 + 8 * layers + 4
+        drawn = Entry([6], 70, blocks(1), draw=Draw(Filters(1.0, 0, 0.9, 0), [5]))
+        opened.step([Entry([5], 70, blocks(0)), drawn])
+        found = counted()
         assert found == once | {"copies_down": 1, "graph_launches": 1, "launches": found["launches"]}
         assert found["launches"] == 1 + 8 * layers + 4
+        opened.step([Entry([5], 70, blocks(0)), drawn._replace(ranked=5)])
+        assert counted() == found | {"copies_down": 2}
         opened.copy_block(0, COLUMNS, 9)
         assert counted() == dict.fromkeys(found, 0) | {"copies": 2 * layers}
 
@@ -305,7 +314,7 @@ def test_a_plan_selects_all_kernels_that_it_launches(tmp_path: Path, library: Pa
         .replace("attention_prompt", "ATTENTION")
         for name in names
     }
-    always = {"argmax_parts", "argmax_rows", "gated_rows", "norm_rows"}
+    always = {"argmax_parts", "choose_rows", "gated_rows", "norm_rows"}
     assert selections - always == set(plan.selected)
 
 
@@ -608,6 +617,56 @@ def test_a_step_that_begins_ahead_reads_the_tokens_on_the_device(opened: Engine)
             read(found, *waiting.pop(0))
     read(found, *waiting.pop(0))
     assert found == {number: expected[number][: fed[number]] for number in range(5)}
+
+
+def logits_after(engine: Engine, sequence: int, prompt: list[int]) -> FloatArray:
+    return logits_of(engine.step([Entry(prompt, 0, blocks(sequence), "logits")]))[0][0]
+
+
+def test_draws_and_log_probabilities_are_those_of_the_server(opened: Engine) -> None:
+    """To the bit, in a prompt, in graphs and in a batch with whole logits: as the host chooses from the same logits."""
+    sampler = BatchSampler(opened.capabilities.vocab_size)
+    asked = [
+        SamplingSettings(temperature=2.0, seed=1),
+        SamplingSettings(temperature=2.0, top_k=7, top_p=0.8, min_p=0.05, seed=2),
+        SamplingSettings(temperature=0.7, top_p=0.9, seed=3),
+        SamplingSettings(),
+    ]
+    prompts = [words(5 + 3 * number, seed=number) for number in range(4)]
+    for number, one in enumerate(asked):
+        sampler.add(GenerateRequest(f"{number}", prompts[number], 9, one, logprobs=number or None))
+    expected = dict[int, list[SampledToken]]()
+    for number, prompt in enumerate(prompts):
+        tokens, expected[number] = list(prompt), []
+        for _ in range(4):
+            expected[number] += sampler.choose([f"{number}"], logits_after(opened, number, tokens)[None])
+            tokens.append(expected[number][-1].token)
+
+    for step in range(4):
+        entries = list[Entry]()
+        for number, prompt in enumerate(prompts):
+            said = [one.token for one in expected[number][:step]]
+            entry = Entry(said[-1:] or prompt, len(prompt) + len(said) - 1 if said else 0, blocks(number), "logits")
+            entries.append(sampler.handed_over(entry, f"{number}", step))
+        beside = Entry([5 + step], step, blocks(9), "logits")
+        results = opened.step([*entries, beside] if step == 2 else entries)
+        for number, result in enumerate(results[:4]):
+            assert result.error is None and result.tokens is not None
+            wanted = expected[number][step]
+            assert result.tokens.tolist() == [wanted.token]
+            found = logprobs_of(result.tokens.tolist(), result.ranked or ())
+            assert found == (() if wanted.logprobs is None else (wanted.logprobs,))
+
+
+def test_draws_that_do_not_fit_their_entry_are_refused(opened: Engine) -> None:
+    draw = Draw(Filters(1.0, 0, 1.0, 0), [1])
+    wrong = [
+        Entry([5], 0, blocks(0), "logits", draw=draw),
+        Entry([5, 6], 0, blocks(1), positions=[0, 1], draw=draw),
+        Entry([5], 0, blocks(2), ranked=129),
+    ]
+    found = [str(result.error).splitlines()[0] for result in opened.step(wrong)]
+    assert found == ["a draw beside logits", "1 random numbers", "the 129 likeliest tokens"]
 
 
 PINNED = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
 from engines.bundle import EngineBundle
+from engines.compile import build
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
 from engines.load import graph_target, load, open_probe
 from engines.protocol import Engine, Entry, FloatArray
@@ -18,15 +21,19 @@ from pipeline.stages.candidate import build_candidate
 from quantization.calibrate import calibrate
 from quantization.calibration import Calibration
 from quantization.checkpoint import QuantizedModel
+from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from quantization.reference import QuantizedReference
 from tapeout import artifact
 from tapeout.artifact import Artifact
+from tapeout.errors import BuildError
 from tapeout.portable_graph import PortableGraph
+from tapeout.quantized import round_to_nearest
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
-from tapeout.schemes import Scheme
+from tapeout.schemes import FP8_DYNAMIC, Scheme
 from tests.cuda_bundles import small_graph
 from tests.family_engines import texts
+from tests.lowering import FixedWeights
 from tests.plans import written_plan
 
 RECIPE = BaseRecipe(
@@ -130,6 +137,26 @@ def test_other_readers_refuse_the_checkpoint_instead_of_taking_bytes_for_integer
 ) -> None:
     with pytest.raises(ValueError, match=r"format\n.*float-quantized"):
         AutoModelForCausalLM.from_pretrained(quantized.folder)
+
+
+@pytest.mark.parametrize("planted", ["0x7f", "0xff", "scale"])
+def test_a_planted_nan_of_a_checkpoint_is_refused_at_build(
+    graph: Artifact[PortableGraph], tmp_path: Path, planted: str
+) -> None:
+    """Later damage of a bundle is found by its digests, as that of any file."""
+    checkpoint = open_checkpoint(graph.folder)
+    tensors: dict[str, Any] = {name: checkpoint.linear(name) for name in checkpoint.names()}
+    name = next(group for group in graph.record.groups if group.name == "layers.1.down").members[0]
+    rounded = round_to_nearest(checkpoint.weight(name), FP8_DYNAMIC.fitted(checkpoint.shape(name)[1]))
+    if planted == "scale":
+        rounded.scales[3] = np.nan
+    else:
+        rounded.codes[3, 4] = int(planted, 16)
+    tensors[name] = rounded
+    with pytest.raises(BuildError, match=f"{re.escape(name)} has 1 (codes in E4M3|scales) that are NaN"):
+        build(graph, FixedWeights(tensors), tmp_path / "bundle", target=graph_target("cuda:host"),
+              precision="mix", slots=1, kv_scales={}, parents={})  # fmt: skip
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_a_model_without_recurrences_keeps_no_state_in_bfloat16(

@@ -1,4 +1,4 @@
-"""Norms, gates, embeddings and argmax for GPUs, their sources run as fibers."""
+"""Norms, gates and embeddings for GPUs, their sources run as fibers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines.kernels.cuda.parameters import Argmax, BlockGather, Gated, Norm
+from engines.kernels.cuda.parameters import BlockGather, Gated, Norm
 from tapeout import e4m3
 from tapeout.schemes import Scheme
 from tests.cuda import ORDERS, TYPES, Array, Device, at, half_weight, host, in_order, read, weight
@@ -115,22 +115,3 @@ def test_an_embedding_in_halves_is_the_rows_of_its_weight(device: Device) -> Non
     device.launch("block_gather", BlockGather(half_weight(device, table), at(device.put(ids)), None, at(y), len(ids)))
     known = (ids >= 0) & (ids < 53)
     assert np.array_equal(y[known], table[ids[known]].astype(np.float32)) and np.isnan(y[~known]).all()
-
-
-def argmax(device: Device, logits: Array) -> list[int]:
-    rows, columns = logits.shape
-    scratch = device.empty((rows, 32), np.float32), device.empty((rows, 32), np.int32)
-    y = device.empty((rows,), np.int64)
-    device.launch("argmax", Argmax(at(device.put(logits)), *map(at, scratch), at(y), rows, columns))
-    return y.tolist()
-
-
-@pytest.mark.parametrize("columns", [7, 100, 33001])
-def test_argmax_is_the_first_of_the_largest_and_none_of_what_is_not_finite(device: Device, columns: int) -> None:
-    logits = random(6, columns)
-    logits[0, [3, columns - 1]] = 9
-    logits[1] = -5
-    logits[2, 5] = np.nan
-    logits[3, 1] = np.inf
-    logits[4, columns - 1] = -np.inf
-    assert argmax(device, logits) == [3, 0, -1, -1, -1, int(logits[5].argmax())]

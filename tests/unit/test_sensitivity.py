@@ -218,6 +218,15 @@ def test_a_plan_for_the_target_cuda_tries_fp8(inputs: Inputs) -> None:
     assert FP8_DYNAMIC in candidates_of(unit.groups[0], found) and not found.int8_inputs
     cpu = target_candidates(find_target("ort-cpu").capabilities)
     assert FP8_DYNAMIC not in candidates_of(unit.groups[0], cpu) and cpu.int8_inputs
+    assert [cache.dtype for cache in found.caches] == ["float32", "int8", "fp8"]
+    assert [cache.dtype for cache in cpu.caches] == ["float32", "int8", "int4"]
+
+
+def test_what_a_declared_rate_says_of_fp8_is_what_kernels_reach() -> None:
+    """No kernel of `cuda` has wgmma or tcgen05: E4M3 is as fast as 16 bits, where it does not wait for memory."""
+    rates = find_target("cuda").capabilities.throughput
+    assert rates is not None
+    assert rates.seconds(1, 1e15, "fp8") == rates.seconds(1, 1e15)
 
 
 def test_tables_and_cache_are_rounded_as_the_recipe_says(inputs: Inputs, simulation: Simulation) -> None:

@@ -17,6 +17,7 @@ from runtime.engine.cache.paged import PagedState
 from runtime.engine.core import MOST_AHEAD, EngineCore
 from runtime.engine.in_process import STEP_SECONDS, TOKEN_SECONDS, ModelledTime, answer_all
 from runtime.engine.running_steps import EngineBrokenError
+from runtime.engine.sampling import BatchSampler
 from runtime.engine.scheduling.requests import Requests
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
@@ -34,9 +35,9 @@ class DeviceEngine(HistoryEngine):
     alone. ``clashes``: blocks that another sequence wrote in a step that had not ended.
     """
 
-    def __init__(self, blocks: int, block_tokens: int = 4, steps_at_once: int = 2) -> None:
+    def __init__(self, blocks: int, block_tokens: int = 4, steps_at_once: int = 2, *, draws: bool = False) -> None:
         super().__init__(VOCABULARY, slots=8, max_tokens=MAX_TOKENS, block_tokens=block_tokens)
-        self.capabilities = replace(self.capabilities, blocks=blocks, steps_at_once=steps_at_once)
+        self.capabilities = replace(self.capabilities, blocks=blocks, steps_at_once=steps_at_once, draws=draws)
         self.table[:, POISON] = -100
         self.fails = ""
         self.begun: list[dict[int, int]] = []  # by block that a step writes, the position behind what it writes
@@ -111,9 +112,10 @@ class Served(RuleBasedStateMachine):
         step_tokens=st.integers(1, 30),
         running=st.integers(1, 6),
         drafted=st.sampled_from([0, 0, 4]),
+        draws=st.booleans(),
     )
-    def start(self, blocks: int, block_tokens: int, step_tokens: int, running: int, drafted: int) -> None:
-        self.engine = DeviceEngine(max(blocks, -(-MAX_TOKENS // block_tokens)), block_tokens)
+    def start(self, blocks: int, block_tokens: int, step_tokens: int, running: int, drafted: int, draws: bool) -> None:
+        self.engine = DeviceEngine(max(blocks, -(-MAX_TOKENS // block_tokens)), block_tokens, draws=draws)
         limits = Limits(step_tokens, running, max_waiting=40, scored_tokens=5, max_draft_tokens=drafted)
         self.core = EngineCore(self.engine, limits)
         self.now, self.number = 0.0, 0
@@ -246,6 +248,42 @@ def test_tokens_that_are_chosen_from_logits_are_waited_for(settings: SamplingSet
     found = answer(EngineCore(engine, Limits(max_draft_tokens=0)), *requests)
     assert found == {one.id: alone(one)[0] for one in requests}
     assert engine.followed == 0
+
+
+DRAWN = SamplingSettings(temperature=1.0, top_k=5, top_p=0.9, seed=1)
+
+
+def test_tokens_that_the_engine_draws_are_not_waited_for() -> None:
+    """With log-probabilities or without, after tokens that the host had to choose, and resumed in the middle."""
+    engine = DeviceEngine(64, draws=True)
+    requests = [
+        *asked(2),
+        GenerateRequest("drawn", [5], 20, DRAWN),
+        GenerateRequest("ranked", [6], 20, DRAWN, logprobs=3),
+        GenerateRequest("late", [7], 20, DRAWN, frozenset({STOP}), 4),
+    ]
+    found = answer(EngineCore(engine, Limits(max_draft_tokens=0)), *requests)
+    assert found == {one.id: alone(one)[0] for one in requests}
+    assert engine.followed > 5 * 12
+    whole_answer = found["drawn"]
+    again = answer(
+        EngineCore(DeviceEngine(64, draws=True), Limits(max_draft_tokens=0)),
+        GenerateRequest("resumed", [5], 20, DRAWN, answered=tuple(whole_answer[:7])),
+    )
+    assert again == {"resumed": whole_answer[7:]}
+
+
+def test_a_planted_position_of_a_draw_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a step ahead draws with the random number of the step before it."""
+    handed = BatchSampler.handed_over
+
+    def stale(self: BatchSampler, entry: Entry, id: str, position: int) -> Entry:
+        return handed(self, entry, id, position - (entry.follows is not None))
+
+    request = GenerateRequest("drawn", [5], 20, DRAWN)
+    monkeypatch.setattr(BatchSampler, "handed_over", stale)
+    found = answer(EngineCore(DeviceEngine(64, draws=True), Limits(max_draft_tokens=0)), request)
+    assert found["drawn"] != alone(request)[0]
 
 
 def test_drafts_are_looked_for_now_and_then() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.gpu.place import Place, Record
 
 ROOT = Path(__file__).parents[3]
-TESTS = tuple(f"tests/unit/test_cuda_{name}.py" for name in ("rows", "linear", "attention"))
+TESTS = tuple(f"tests/unit/test_cuda_{name}.py" for name in ("rows", "linear", "attention", "choose"))
 REHEARSED = "norm_equals or (linear and order_of_threads)"
 
 

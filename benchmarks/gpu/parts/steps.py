@@ -15,12 +15,13 @@ import numpy as np
 from benchmarks.gpu.llama import EPSILON, Shape
 from benchmarks.gpu.place import Place, Record, milliseconds, peers
 from engines.bundle import BLOCK_TOKENS
-from engines.kernels.cuda.library import DeviceEngine, DeviceStep
-from engines.protocol import Entry, Result
+from engines.kernels.cuda.library import DeviceEngine, DeviceStep, StepResults
+from engines.protocol import Draw, Entry, Filters, Result
 from engines.targets.cuda.engine import CudaEngine, open_engine
 
 BATCHES, PREFILLS, CONTEXT = (1, 8, 32, 128), (128, 1024, 2048, 4096), 1024
 STEPS, ROUNDS = 40, 5
+DRAWN = Draw(Filters(1.44, 50, 0.9, 0), [1 << 63])
 DISTINCT = 8  # prompts; other sequences get copies of their blocks
 
 
@@ -48,6 +49,10 @@ def run(place: Place, record: Record) -> None:
                 ms, host_ms = watch.decode(tables, context, steps)
                 record("decode", ours=bundle.record.precision, graph=graph, batch=batch, context=context, ms=ms,
                        host_ms=host_ms, read_bytes=shape.weight_bytes + batch * shape.cache_bytes(context))  # fmt: skip
+            watch.graph = True
+            watch.decode(tables, context, steps, DRAWN)
+            ms, host_ms = watch.decode(tables, context, steps, DRAWN)
+            record("drawn decode", ours=bundle.record.precision, batch=batch, context=context, ms=ms, host_ms=host_ms)
         for tokens in prefills:
             entry = Entry(_words(shape, tokens, 3), 0, range(-(-tokens // BLOCK_TOKENS)))
             ms = median(_ms(partial(_checked, engine, [entry])) for _ in range(ROUNDS))
@@ -95,12 +100,12 @@ class _Watch:
         device: DeviceEngine = vars(engine)["_device"]
         begin = device.begin
 
-        def watched(step: DeviceStep, *, logits: bool) -> Callable[[], Any]:
+        def watched(step: DeviceStep, *, ranking: bool, logits: bool) -> Callable[[], StepResults]:
             start = time.perf_counter()
-            finish = begin(step if self.graph else replace(step, bucket=0), logits=logits)
+            finish = begin(step if self.graph else replace(step, bucket=0), ranking=ranking, logits=logits)
             self._inside += time.perf_counter() - start
 
-            def waited() -> Any:
+            def waited() -> StepResults:
                 start = time.perf_counter()
                 found = finish()
                 self._inside += time.perf_counter() - start
@@ -110,11 +115,14 @@ class _Watch:
 
         device.begin = watched
 
-    def decode(self, tables: Sequence[range], context: int, steps: int) -> tuple[float, float]:
+    def decode(
+        self, tables: Sequence[range], context: int, steps: int, draw: Draw | None = None
+    ) -> tuple[float, float]:
         """Medians of a step, and of its part outside the driver, in ms. Tokens go on from the context each time."""
         tokens, times, outside = [1] * len(tables), list[float](), list[float]()
         for step in range(steps):
-            batch = [Entry([token], context + step, table) for token, table in zip(tokens, tables, strict=True)]
+            fed = zip(tokens, tables, strict=True)
+            batch = [Entry([token], context + step, table, draw=draw) for token, table in fed]
             self._inside, start = 0.0, time.perf_counter()
             results = _checked(self._engine, batch)
             times.append(1e3 * (time.perf_counter() - start))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.bundle import NEXT_TOKENS
-from engines.kernels.cuda.parameters import ATTENTION_BLOCK, ATTENTION_PART
+from engines.kernels.cuda.parameters import ATTENTION_BLOCK, ATTENTION_PART, DRAW
 from engines.kernels.cuda.plan import ENDED, LaunchPlan, PlanOperation
 
 ALIGNMENT = GUARD = 256  # bytes; guards lie between pieces, and at level host a write to one is an error
@@ -74,8 +74,9 @@ def rows_of(plan: LaunchPlan, name: str) -> int:
 
 
 def inputs_bytes(columns: int) -> int:
-    """Of ids, rows, offsets, starts and block tables; each begins at a multiple of 16."""
-    return 8 * (RUN_TOKENS + RUN_RESULTS) + 4 * (2 * RUN_RESULTS + 1 + RUN_RESULTS * columns) + 5 * 16
+    """Of ids, rows, offsets, starts, block tables and draws; each begins at a multiple of 16."""
+    numbers = 2 * RUN_RESULTS + 1 + RUN_RESULTS * columns
+    return 8 * (RUN_TOKENS + RUN_RESULTS) + 4 * numbers + DRAW.itemsize * RUN_RESULTS + 6 * 16
 
 
 def shared_values(plan: LaunchPlan) -> list[list[str]]:

@@ -6,16 +6,16 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines.bundle import NEXT_TOKENS
-from engines.kernels.cuda import layout
+from engines.kernels.cuda import layout, parameters
 from engines.kernels.cuda.layout import Arena
 from engines.kernels.cuda.parameters import KINDS, ArenaPiece, CacheTensor, Operation, Settings, StepInputs, Upload
-from engines.kernels.cuda.plan import ENDED, LaunchPlan, PlanOperation
+from engines.kernels.cuda.plan import ENDED, RANKING, LaunchPlan, PlanOperation
 from tapeout.errors import ArtifactError, DeviceError, FingerprintError, ResourceError, TapeoutError
 from tapeout.state import StateBuffer
 
@@ -33,6 +33,7 @@ class DeviceStep:
 
     ids: NDArray[np.int64]  # [M]
     rows: NDArray[np.int64]  # [P]: tokens with results
+    draws: NDArray[Any] | None  # [P] of parameters.DRAW; None: all are greedy
     offsets: NDArray[np.int32]  # [B + 1]
     starts: NDArray[np.int32]  # [B]
     table: NDArray[np.int32]  # [B, columns]
@@ -40,6 +41,14 @@ class DeviceStep:
     keys: int  # of the longest sequence
     few_tokens: int
     most_tokens: int
+
+
+class StepResults(NamedTuple):
+    """``rankings``: of rows that want one; ``total`` is 0 where there is none."""
+
+    tokens: NDArray[np.int64]  # [P]
+    rankings: NDArray[Any] | None = None  # [P] of parameters.RANKING
+    logits: NDArray[np.float32] | None = None  # [P, V]
 
 
 class DeviceEngine:
@@ -101,7 +110,8 @@ class DeviceEngine:
             inputs_bytes=layout.inputs_bytes(columns),
             tokens=arena.places[NEXT_TOKENS],
             logits=arena.places[plan.logits],
-            result_bytes=layout.RUN_RESULTS * max(4 * plan.vocabulary, 8),
+            ranking=arena.places[RANKING],
+            result_bytes=layout.RUN_RESULTS * (8 + parameters.RANKING.itemsize + 4 * plan.vocabulary),
             activations=arena.activations[0],
             activations_end=arena.activations[1],
             zeros=arena.places[ENDED],
@@ -121,26 +131,32 @@ class DeviceEngine:
         if not self._engine:
             raise _refusal(failure.value, error.value.decode(), folder)
 
-    def begin(self, step: DeviceStep, *, logits: bool) -> Callable[[], NDArray[Any]]:
-        """Begin a step; what is returned waits for it, and gives tokens ``[P]`` or logits ``[P, V]``.
+    def begin(self, step: DeviceStep, *, ranking: bool, logits: bool) -> Callable[[], StepResults]:
+        """Begin a step; what is returned waits for it. ``ranking``, ``logits``: wanted beside the tokens.
 
         At most two steps have begun and not ended. They end in their order.
         """
-        inputs = _inputs(step, logits=logits)
+        inputs = _inputs(step, ranking=ranking, logits=logits)
         self._check(self._library.tapeout_cuda_begin(self._engine, ctypes.byref(inputs)))
-        shape = (len(step.rows), self._vocabulary) if logits else (len(step.rows),)
-        results = np.empty(shape, np.float32 if logits else np.int64)
+        rows, ranked = len(step.rows), parameters.RANKING.itemsize if ranking else 0
+        size = rows * (8 + ranked + (4 * self._vocabulary if logits else 0))
 
-        def finish() -> NDArray[Any]:
+        def finish() -> StepResults:
+            results = np.empty(size, np.uint8)
             self._check(self._library.tapeout_cuda_finish(self._engine, results.ctypes.data))
-            return results
+            tokens, rankings, floats = np.split(results, (8 * rows, (8 + ranked) * rows))
+            return StepResults(
+                tokens.view(np.int64),
+                rankings.view(parameters.RANKING) if ranking else None,
+                floats.view(np.float32).reshape(rows, self._vocabulary) if logits else None,
+            )
 
         return finish
 
     def trace(self, step: DeviceStep, outputs: Sequence[NDArray[np.float32] | None]) -> None:
         """Run as many operations as there are ``outputs``, and fill these: of linears, and of the embedding."""
         pointers = (ctypes.c_void_p * len(outputs))(*(None if one is None else one.ctypes.data for one in outputs))
-        inputs = _inputs(step, logits=True)
+        inputs = _inputs(step)
         self._check(self._library.tapeout_cuda_trace(self._engine, ctypes.byref(inputs), len(outputs), pointers))
 
     def copy_block(self, source: int, target: int, tokens: int) -> None:
@@ -166,9 +182,10 @@ class DeviceEngine:
         )
 
 
-def _inputs(step: DeviceStep, *, logits: bool) -> StepInputs:
+def _inputs(step: DeviceStep, *, ranking: bool = False, logits: bool = False) -> StepInputs:
+    arrays = (step.ids, step.rows, step.draws, step.offsets, step.starts, step.table)
     return StepInputs(
-        *(array.ctypes.data for array in (step.ids, step.rows, step.offsets, step.starts, step.table)),
+        *(None if array is None else array.ctypes.data for array in arrays),
         len(step.ids),
         len(step.starts),
         len(step.rows),
@@ -176,6 +193,7 @@ def _inputs(step: DeviceStep, *, logits: bool) -> StepInputs:
         step.keys,
         step.few_tokens,
         step.most_tokens,
+        int(ranking),
         int(logits),
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
+
 P, I32, F32, U64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float, ctypes.c_uint64
 
 
@@ -33,8 +35,9 @@ class BlockGather(ctypes.Structure):
     _fields_ = (("weight", Weight), ("ids", P), ("chosen", P), ("y", P), ("M", I32))
 
 
-class Argmax(ctypes.Structure):
-    _fields_ = (("logits", P), ("part_max", P), ("part_index", P), ("y", P), ("M", I32), ("N", I32))
+class Choose(ctypes.Structure):
+    _fields_ = (("logits", P), ("part_max", P), ("part_index", P), ("draws", P), ("ranking", P), ("y", P),
+                ("M", I32), ("N", I32))  # fmt: skip
 
 
 class PagedAttention(ctypes.Structure):
@@ -55,10 +58,15 @@ KINDS: tuple[tuple[str, type[ctypes.Structure]], ...] = (  # in the order of enu
     ("gated", Gated),
     ("linear", BlockLinear),
     ("attention", PagedAttention),
-    ("argmax", Argmax),
+    ("choose", Choose),
     ("quantize", QuantizeRows),
 )
 ARGMAX_PARTS, ATTENTION_BLOCK, ATTENTION_PART = 32, 64, 512
+MOST_TOP = 128
+DRAW = np.dtype([("random", "u8"), ("top_p", "f8"), ("scale", "f4"), ("top_k", "i4"), ("least", "i4"), ("top", "i4")])
+RANKING = np.dtype(
+    [("total", "i8"), ("max", "f4"), ("logit", "f4"), ("tokens", "i4", MOST_TOP), ("logits", "f4", MOST_TOP)]
+)
 
 
 class _AnyParameters(ctypes.Union):
@@ -85,7 +93,10 @@ class Settings(ctypes.Structure):
     _fields_ = (
         *(("driver", ctypes.c_char_p), ("machine_code", P)),
         *((name, P) for name in ("operations", "pieces", "uploads", "cache", "buckets")),
-        *((name, U64) for name in ("arena_bytes", "inputs", "inputs_bytes", "tokens", "logits", "result_bytes")),
+        *(
+            (name, U64)
+            for name in ("arena_bytes", "inputs", "inputs_bytes", "tokens", "logits", "ranking", "result_bytes")
+        ),
         *((name, U64) for name in ("activations", "activations_end", "zeros", "zeros_bytes")),
         *((name, I32) for name in ("operation_count", "piece_count", "upload_count", "cache_count", "bucket_count")),
         *((name, I32) for name in ("columns", "vocabulary")),
@@ -94,6 +105,6 @@ class Settings(ctypes.Structure):
 
 class StepInputs(ctypes.Structure):
     _fields_ = (
-        *((name, P) for name in ("ids", "rows", "offsets", "starts", "table")),
-        *((name, I32) for name in ("M", "B", "P", "bucket", "keys", "few_tokens", "most_tokens", "logits")),
+        *((name, P) for name in ("ids", "rows", "draws", "offsets", "starts", "table")),
+        *((name, I32) for name in ("M", "B", "P", "bucket", "keys", "few_tokens", "most_tokens", "ranking", "logits")),
     )

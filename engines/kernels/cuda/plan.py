@@ -9,6 +9,7 @@ from __future__ import annotations
 from tapeout.artifact import Frozen
 
 ENDED = "attention.ended"  # counts of blocks, which are zeros between launches
+RANKING = "ranking"  # the value that has the likeliest tokens
 PLAN_FILE, CONSTANTS_FILE, WEIGHTS_FILE = "plan.json", "constants.bin", "weights.bin"
 
 

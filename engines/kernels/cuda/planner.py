@@ -12,10 +12,12 @@ import numpy as np
 import onnx_ir as ir
 
 from engines.bundle import NEXT_TOKENS
+from engines.kernels.cuda import parameters
 from engines.kernels.cuda.parameters import ARGMAX_PARTS
 from engines.kernels.cuda.plan import (
     CONSTANTS_FILE,
     ENDED,
+    RANKING,
     WEIGHTS_FILE,
     LaunchPlan,
     PlacedTensor,
@@ -135,18 +137,20 @@ class _Maker:
             NEXT_TOKENS: PlanValue(wanted=True, row_bytes=8),
             "argmax.max": PlanValue(wanted=True, row_bytes=4 * ARGMAX_PARTS),
             "argmax.index": PlanValue(wanted=True, row_bytes=4 * ARGMAX_PARTS),
+            RANKING: PlanValue(wanted=True, row_bytes=parameters.RANKING.itemsize),
         }
         self._add(
-            "argmax",
+            "choose",
             node,
             {
                 "logits": _name(node.outputs[0]),
                 "part_max": "argmax.max",
                 "part_index": "argmax.index",
+                "ranking": RANKING,
                 "y": NEXT_TOKENS,
             },
             {"N": outputs},
-            writes=("y", "part_max", "part_index"),
+            writes=("y", "ranking", "part_max", "part_index"),
             wanted=True,
         )
 

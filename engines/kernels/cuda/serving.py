@@ -1,4 +1,4 @@
-"""What a server takes from a ``cuda`` bundle beside the engine: nothing yet, so numpy draws tokens."""
+"""What a server takes from a ``cuda`` bundle beside the engine: nothing. What the device does not draw, numpy draws."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from engines.passes.graph.linears import (
     trimmed,
     weights_of,
 )
+from tapeout import e4m3
 from tapeout.errors import BuildError
 from tapeout.quantized import QuantizedWeight, is_e4m3
 
@@ -121,6 +122,8 @@ def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[QuantizedW
     one_scheme(label, parts)
     bits = lowering.kernels.code_bits(parts[0])
     names = weights_of(node)
+    for name, part in zip(names, parts, strict=True):
+        _require_numbers(name, part)
     codes, scales, zero_points = stacked(
         lowering.model,
         lowering.kernels,
@@ -135,6 +138,19 @@ def _lower(lowering: Lowering, node: ir.Node, label: str, parts: list[QuantizedW
         outputs=[new_value(f"{label}.matmul", node.outputs[0])],
     )
     put(lowering, node, [linear], f"BlockLinear {described(parts[0])}{in_more_bits(parts[0], bits)}")
+
+
+def _require_numbers(name: str, linear: QuantizedWeight) -> None:
+    """:class:`BuildError` for scales or codes that are no numbers: every output would be NaN, whatever is fed."""
+    scales = int((~np.isfinite(linear.scales)).sum())
+    codes = int((linear.codes & e4m3.NAN == e4m3.NAN).sum()) if is_e4m3(linear.scheme) else 0
+    if scales or codes:
+        found = f"{scales} scales that are NaN or infinite" if scales else f"{codes} codes in E4M3 that are NaN"
+        raise BuildError(
+            f"{name} has {found}",
+            expected="numbers in every code and scale of the checkpoint",
+            remedy="run `dvc repro quantize`, and build again",
+        )
 
 
 def widened(linear: QuantizedWeight | NDArray[np.float32], bits: int) -> QuantizedWeight:

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from engines.bundle import BLOCK_TOKENS, EngineBundle, IOContract
 from engines.kernels.cuda import HOST, HOST_FILE, cubin_file, device
 from engines.kernels.cuda.layout import FEW_ROWS, FEW_TOKENS, RUN_RESULTS, RUN_TOKENS, bucket_of
-from engines.kernels.cuda.library import DeviceEngine, DeviceStep
+from engines.kernels.cuda.library import DeviceEngine, DeviceStep, StepResults
+from engines.kernels.cuda.parameters import DRAW, MOST_TOP
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
-from engines.protocol import EngineCapabilities, Entry, Finish, FloatArray, Result
+from engines.kernels.sampling import normalizer
+from engines.protocol import EngineCapabilities, Entry, Finish, FloatArray, Ranked, Result
 from engines.step_inputs import NO_SLOTS, StepPiece, check, not_finite, result_of, runs
 from tapeout.artifact import Artifact, verify_files
 from tapeout.errors import RequestError
@@ -53,7 +55,7 @@ def open_engine(bundle: Artifact[EngineBundle], *, sequences: int) -> CudaEngine
 class StepDevice(Protocol):
     """What runs steps: see :class:`engines.kernels.cuda.library.DeviceEngine`."""
 
-    def begin(self, step: DeviceStep, *, logits: bool) -> Callable[[], NDArray[Any]]: ...
+    def begin(self, step: DeviceStep, *, ranking: bool, logits: bool) -> Callable[[], StepResults]: ...
 
     def copy_block(self, source: int, target: int, tokens: int) -> None: ...
 
@@ -77,6 +79,7 @@ class CudaEngine:
             chooses_tokens=True,
             threads=threads,
             steps_at_once=2,
+            draws=True,
         )
         self._last: _BegunStep | None = None
 
@@ -103,8 +106,11 @@ class CudaEngine:
         for run in cut:
             step.wait()
             ordered = sorted(run, key=lambda piece: len(piece.tokens) > FEW_TOKENS)  # see FEW_ROWS
-            choose = all(batch[piece.entry].wanted == "token" for piece in run)
-            step.add(ordered, choose, self._device.begin(self._packed(ordered), logits=not choose))
+            fed = [batch[piece.entry] for piece in run]
+            ranking = any(_ranked(entry) is not None for entry in fed)
+            logits = any(_takes_logits(entry) for entry in fed)
+            begun = self._device.begin(self._packed(ordered, batch), ranking=ranking, logits=logits)
+            step.add(ordered, begun)
         return step.results
 
     def prepare(self, ahead: int) -> bool:
@@ -119,7 +125,7 @@ class CudaEngine:
     def close(self) -> None:
         self._device.close()
 
-    def _packed(self, run: Sequence[StepPiece]) -> DeviceStep:
+    def _packed(self, run: Sequence[StepPiece], batch: Sequence[Entry]) -> DeviceStep:
         counts = [len(piece.tokens) for piece in run]
         offsets = [0, *accumulate(counts)]
         most = max(counts)
@@ -133,6 +139,7 @@ class CudaEngine:
             rows=np.array(
                 [offset + p for piece, offset in zip(run, offsets, strict=False) for p in piece.positions], np.int64
             ),
+            draws=_draws(run, batch),
             offsets=np.array(offsets, np.int32),
             starts=np.array([piece.start for piece in run], np.int32),
             table=table,
@@ -148,14 +155,14 @@ class _BegunStep:
 
     def __init__(self, batch: Sequence[Entry], errors: Sequence[RequestError | None]) -> None:
         self._batch, self._results = batch, [Result(error=error) for error in errors]
-        self._parts: dict[int, list[FloatArray]] = {}
-        self._running: tuple[Sequence[StepPiece], bool, Callable[[], NDArray[Any]]] | None = None
+        self._logits: dict[int, list[FloatArray]] = {}
+        self._running: tuple[Sequence[StepPiece], Callable[[], StepResults]] | None = None
         self._failure: Exception | None = None
         self._runs = 0
 
-    def add(self, run: Sequence[StepPiece], choose: bool, finish: Callable[[], NDArray[Any]]) -> None:
-        """A run has begun, and all before it have ended. ``choose``: it gives tokens, not logits."""
-        self._running = run, choose, finish
+    def add(self, run: Sequence[StepPiece], finish: Callable[[], StepResults]) -> None:
+        """A run has begun, and all before it have ended."""
+        self._running = run, finish
         self._runs += 1
 
     def wait(self) -> None:
@@ -164,36 +171,51 @@ class _BegunStep:
             raise self._failure
         if self._running is None:
             return
-        (run, choose, finish), self._running = self._running, None
+        (run, finish), self._running = self._running, None
         try:
             found, first = finish(), 0
         except Exception as failure:
             self._failure = failure
             raise
         for piece in run:
-            own = found[first : first + len(piece.positions)]
-            first += len(piece.positions)
-            if not len(own):
+            own = slice(first, first + len(piece.positions))
+            first = own.stop
+            if not piece.positions:
                 continue
-            if choose:
-                _add_tokens(self._results, piece.entry, own)
+            if _takes_logits(self._batch[piece.entry]):
+                assert found.logits is not None
+                self._logits.setdefault(piece.entry, []).append(found.logits[own])
             else:
-                self._parts.setdefault(piece.entry, []).append(own)
+                self._add(piece.entry, found.tokens[own], found.rankings[own] if found.rankings is not None else ())
+
+    def _add(self, number: int, tokens: NDArray[np.int64], rankings: Sequence[Any] | NDArray[Any]) -> None:
+        entry, before = self._batch[number], self._results[number]
+        if before.error is not None:
+            return
+        if tokens.min() < 0:
+            self._results[number] = Result(error=not_finite())
+            return
+        count = _ranked(entry)
+        new = Result(tokens=tokens)
+        if count is not None:
+            ranked = [_ranking(one, count) for one in rankings]
+            new = _likeliest(ranked) if entry.wanted == "top" else new._replace(ranked=ranked)
+        self._results[number] = new if before.tokens is None else _joined(before, new)
 
     def results(self) -> list[Result]:
         self.wait()
-        for number, found in self._parts.items():
+        for number, found in self._logits.items():
             if self._results[number].error is None:
                 logits = found[0] if len(found) == 1 else np.concatenate(found)
                 self._results[number] = result_of(self._batch[number], logits)
-        self._parts.clear()
+        self._logits.clear()
         return self._results
 
     def last_tokens(self) -> dict[int, int]:
         """As the next step is fed them, by entry: of one that runs, where they will be on the device."""
         if self._running is None or self._runs > 1:
             found = ((number, result.tokens) for number, result in enumerate(self.results()))
-            return {number: int(tokens[-1]) for number, tokens in found if tokens is not None}
+            return {number: int(tokens[-1]) for number, tokens in found if tokens is not None and tokens.ndim == 1}
         rows, count = dict[int, int](), 0
         for piece in self._running[0]:
             count += len(piece.positions)
@@ -202,16 +224,56 @@ class _BegunStep:
         return rows
 
 
+def _takes_logits(entry: Entry) -> bool:
+    """Whole rows come to the host for it."""
+    return entry.wanted == "logits" or (entry.wanted == "top" and entry.top > MOST_TOP)
+
+
+def _ranked(entry: Entry) -> int | None:
+    """So many of the likeliest tokens are wanted of the device."""
+    return entry.top if entry.wanted == "top" and entry.top <= MOST_TOP else entry.ranked
+
+
+def _draws(run: Sequence[StepPiece], batch: Sequence[Entry]) -> NDArray[Any] | None:
+    """How each row's token is drawn and ranked; None where all are greedy, and nothing else is wanted."""
+    if all(batch[piece.entry].draw is None and _ranked(batch[piece.entry]) is None for piece in run):
+        return None
+    rows = list[tuple[float, ...]]()
+    for piece in run:
+        entry = batch[piece.entry]
+        ranked, first = _ranked(entry), piece.start - entry.start
+        top = -1 if ranked is None else ranked
+        if entry.draw is None:
+            rows += [(0, 1.0, 0.0, 0, 0, top)] * len(piece.positions)
+            continue
+        filters, random = entry.draw
+        places = [0] if entry.positions is None else [entry.positions.index(first + p) for p in piece.positions]
+        shared = (filters.top_p, filters.scale, filters.top_k, filters.least, top)
+        rows += [(random[place], *shared) for place in places[: len(piece.positions)]]
+    return np.array(rows, DRAW)
+
+
+def _ranking(row: Any, count: int) -> Ranked:
+    likeliest = zip(row["tokens"][:count].tolist(), row["logits"][:count].tolist(), strict=True)
+    return Ranked(normalizer(float(row["max"]), int(row["total"])), float(row["logit"]), [*likeliest])
+
+
+def _likeliest(ranked: Sequence[Ranked]) -> Result:
+    tokens = np.array([[token for token, _ in one.likeliest] for one in ranked])
+    logs = [[logit - one.normalizer for _, logit in one.likeliest] for one in ranked]
+    return Result(tokens=tokens, log_probabilities=np.array(logs, np.float32))
+
+
+def _joined(first: Result, second: Result) -> Result:
+    """Of two runs of an entry."""
+    assert first.tokens is not None and second.tokens is not None
+    logs = None
+    if first.log_probabilities is not None and second.log_probabilities is not None:
+        logs = np.concatenate((first.log_probabilities, second.log_probabilities))
+    ranked = None if first.ranked is None or second.ranked is None else [*first.ranked, *second.ranked]
+    return Result(np.concatenate((first.tokens, second.tokens)), log_probabilities=logs, ranked=ranked)
+
+
 def _following(entry: Entry, tokens: Mapping[int, int]) -> Entry:
     """With the token that it is fed. An entry that follows nothing is not run."""
     return entry if entry.follows is None else entry._replace(tokens=(tokens.get(entry.follows, 0),))
-
-
-def _add_tokens(results: list[Result], number: int, found: NDArray[Any]) -> None:
-    before = results[number]
-    if before.error is not None:
-        return
-    if found.min() < 0:
-        results[number] = Result(error=not_finite())
-    else:
-        results[number] = Result(tokens=found if before.tokens is None else np.concatenate((before.tokens, found)))

@@ -60,6 +60,7 @@ class CudaProbe:
         return DeviceStep(
             ids=np.array(tokens, np.int64),
             rows=np.arange(count, dtype=np.int64),
+            draws=None,
             offsets=np.array([0, count], np.int32),
             starts=np.array([start], np.int32),
             table=np.arange(self._columns, dtype=np.int32)[None],

@@ -20,8 +20,13 @@ enum { LEAST_DRIVER = 13000, ALIGNMENT = 16, MOST_LAUNCHES = 4, FUNCTIONS = 128,
 
 /* Where inputs of a step lie, from their beginning. */
 typedef struct {
-  uint64_t ids, rows, offsets, starts, table, bytes;
+  uint64_t ids, rows, offsets, starts, table, draws, bytes;
 } Places;
+
+/* Bytes of a step's results, in this order. */
+typedef struct {
+  size_t tokens, ranking, logits;
+} Results;
 
 typedef struct {
   char name[56];
@@ -199,8 +204,9 @@ static void place(Engine* e, Operation* o) {
       place(e, a.part_rows), place(e, a.ended), place(e, a.y), place(e, a.query_norm), place(e, a.key_norm);
       break;
     }
-    case ARGMAX:
-      place(e, o->argmax.logits), place(e, o->argmax.part_max), place(e, o->argmax.part_index), place(e, o->argmax.y);
+    case CHOOSE:
+      place(e, o->choose.logits), place(e, o->choose.part_max), place(e, o->choose.part_index), place(e, o->choose.y);
+      place(e, o->choose.ranking);
       break;
   }
 }
@@ -215,6 +221,7 @@ static Places places_of(const Engine* e, int64_t M, int64_t B, int64_t P) {
   };
   to.ids = take((uint64_t)M * 8), to.rows = take((uint64_t)P * 8), to.offsets = take((uint64_t)(B + 1) * 4);
   to.starts = take((uint64_t)B * 4), to.table = take((uint64_t)(B * e->settings.columns) * 4);
+  to.draws = take((uint64_t)P * sizeof(Draw));
   to.bytes = end;
   return to;
 }
@@ -262,7 +269,9 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
       a->few_tokens = step->few_tokens, a->most_tokens = step->most_tokens;
       return tapeout_cuda_attention(a, launches);
     }
-    case ARGMAX: o->argmax.M = step->P; return tapeout_cuda_argmax(&o->argmax, launches);
+    case CHOOSE:
+      o->choose.draws = reinterpret_cast<const Draw*>(inputs + at->draws), o->choose.M = step->P;
+      return tapeout_cuda_choose(&o->choose, launches);
   }
   return 0;
 }
@@ -389,6 +398,8 @@ static void write_inputs(const Engine* e, char* inputs, const StepInputs* step, 
   int32_t *offsets = reinterpret_cast<int32_t*>(inputs + at->offsets),
           *starts = reinterpret_cast<int32_t*>(inputs + at->starts),
           *table = reinterpret_cast<int32_t*>(inputs + at->table);
+  Draw* draws = reinterpret_cast<Draw*>(inputs + at->draws);
+  const Draw greedy = {0, 1, 0, 0, 0, -1};
   const size_t row = (size_t)e->settings.columns * sizeof *table;
   memcpy(ids, step->ids, (size_t)step->M * sizeof *ids);
   memcpy(rows, step->rows, (size_t)step->P * sizeof *rows);
@@ -397,6 +408,7 @@ static void write_inputs(const Engine* e, char* inputs, const StepInputs* step, 
   memcpy(table, step->table, (size_t)step->B * row);
   for (int i = step->M; i < run->M; i++) ids[i] = 0;
   for (int i = step->P; i < run->P; i++) rows[i] = -1;
+  for (int i = 0; i < run->P; i++) draws[i] = step->draws && i < step->P ? step->draws[i] : greedy;
   for (int i = step->B; i < run->B; i++) offsets[i + 1] = step->M, starts[i] = 0;
   memset(table + (size_t)step->B * (size_t)e->settings.columns, 0, (size_t)(run->B - step->B) * row);
 }
@@ -423,17 +435,28 @@ extern "C" EXPORTED int tapeout_cuda_trace(Engine* e, const StepInputs* step, in
   return e->on_host ? check_guards(e) : 0;
 }
 
+static Results results_of(const Engine* e, const StepInputs* step) {
+  const size_t rows = (size_t)step->P, vocabulary = (size_t)e->settings.vocabulary;
+  return {rows * sizeof(int64_t), step->ranking ? rows * sizeof(Ranking) : 0,
+          step->logits ? rows * vocabulary * sizeof(float) : 0};
+}
+
 /* Puts on the stream what a step consists of: its inputs up, what it runs, its results down, and its end. */
-static int queue(Engine* e, const StepInputs* run, uint64_t input_bytes, int graph, bool logits, const Begun* to) {
+static int queue(Engine* e, const StepInputs* run, uint64_t input_bytes, int graph, const StepInputs* step,
+                 const Begun* to) {
   CALL(cuMemcpyHtoDAsync_v2, e->arena + e->settings.inputs, to->inputs, input_bytes, e->stream);
   if (graph < 0) {
     if (run_operations(e, run, true, e->settings.operation_count, nullptr)) return e->failure;
   } else {
     CALL(cuGraphLaunch, e->graphs[graph], e->stream);
   }
-  if (to->result_bytes)
-    CALL(cuMemcpyDtoHAsync_v2, to->results, e->arena + (logits ? e->settings.logits : e->settings.tokens),
-         to->result_bytes, e->stream);
+  const Results sizes = results_of(e, step);
+  char* results = to->results;
+  if (sizes.tokens) CALL(cuMemcpyDtoHAsync_v2, results, e->arena + e->settings.tokens, sizes.tokens, e->stream);
+  results += sizes.tokens;
+  if (sizes.ranking) CALL(cuMemcpyDtoHAsync_v2, results, e->arena + e->settings.ranking, sizes.ranking, e->stream);
+  results += sizes.ranking;
+  if (sizes.logits) CALL(cuMemcpyDtoHAsync_v2, results, e->arena + e->settings.logits, sizes.logits, e->stream);
   CALL(cuEventRecord, to->event, e->stream);
   return 0;
 }
@@ -455,11 +478,11 @@ extern "C" EXPORTED int tapeout_cuda_begin(Engine* e, const StepInputs* step) {
   const Places at = places_of(e, run.M, run.B, run.P);
   if (at.bytes > e->settings.inputs_bytes)
     return fail(e, WRONG_PLAN, "inputs of %llu bytes", (unsigned long long)at.bytes);
-  const size_t each = step->logits ? (size_t)e->settings.vocabulary * sizeof(float) : sizeof(int64_t);
-  to->result_bytes = (size_t)step->P * each;
+  const Results sizes = results_of(e, step);
+  to->result_bytes = sizes.tokens + sizes.ranking + sizes.logits;
   if (to->result_bytes > e->settings.result_bytes) return fail(e, WRONG_PLAN, "more results than there is room for");
   write_inputs(e, to->inputs, step, &run, &at);
-  if (queue(e, &run, at.bytes, graph, step->logits, to)) return drained(e);
+  if (queue(e, &run, at.bytes, graph, step, to)) return drained(e);
   e->begun++;
   return 0;
 }

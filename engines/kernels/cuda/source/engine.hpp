@@ -7,7 +7,7 @@
 /* Why something failed. */
 enum Failure { NO_DRIVER = 1, OLD_DRIVER, NO_GPU, NO_MACHINE_CODE, NO_MEMORY, DRIVER_ERROR, WRONG_PLAN, OVERWRITTEN };
 
-enum Kind { GATHER, NORM, GATED, LINEAR, ATTENTION, ARGMAX, QUANTIZE };
+enum Kind { GATHER, NORM, GATED, LINEAR, ATTENTION, CHOOSE, QUANTIZE };
 
 /* An operation, which launches one kernel or a few. Pointers of its parameters are offsets in the arena, and 0 is none;
    counts of tokens and inputs of the step are set when it runs. wanted: it has tokens whose results are wanted. */
@@ -19,7 +19,7 @@ typedef struct {
     Gated gated;
     BlockLinear linear;
     Attention attention;
-    Argmax argmax;
+    Choose choose;
     Quantize quantize;
   };
 } Operation;
@@ -52,7 +52,7 @@ typedef struct {
   const int32_t* buckets; /* numbers of sequences that decode together in one graph, ascending */
   uint64_t arena_bytes;
   uint64_t inputs, inputs_bytes;         /* where a step's inputs lie */
-  uint64_t tokens, logits;               /* where its results lie: chosen tokens, and logits */
+  uint64_t tokens, logits, ranking;      /* where its results lie: chosen tokens, logits, and what is wanted beside */
   uint64_t result_bytes;                 /* of a step, at most */
   uint64_t activations, activations_end; /* pieces from here to there start as NaNs */
   uint64_t zeros, zeros_bytes;           /* but for these */
@@ -65,12 +65,13 @@ typedef struct {
 typedef struct {
   const int64_t* ids;                      /* [M] */
   const int64_t* rows;                     /* [P] tokens with results */
+  const Draw* draws;                       /* [P]; NULL: all are greedy */
   const int32_t *offsets, *starts, *table; /* [B + 1], [B], [B, columns] */
   int32_t M, B, P;
   int32_t bucket; /* 0: its operations are launched one by one */
   int32_t keys;   /* of the longest sequence */
   int32_t few_tokens, most_tokens;
-  int32_t logits; /* whether logits are wanted; else tokens */
+  int32_t ranking, logits; /* whether these are wanted beside tokens */
 } StepInputs;
 
 #endif

@@ -99,6 +99,9 @@ inline uint32_t atomicAdd(uint32_t* to, uint32_t x) {
   return before;
 }
 inline void __threadfence() {}
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+  return (uint64_t)((unsigned __int128)a * b >> 64);
+}
 
 inline float exp2_approx(float x) {
   return exp2f(x);

@@ -5,6 +5,8 @@
 #include <stdio.h>
 
 enum { WARP_BYTES = 32 * 16 }; /* a float4 for each lane */
+/* Of choose_rows: sums, their own sums, bins, the likeliest tokens, and what all threads are told. */
+enum { CHOOSE_BYTES = 8 * (512 + 32 + 1) + 4 * (2 * 256 + 2 * MOST_TOP + 4) };
 
 static uint32_t parts(int64_t count, int64_t size) {
   return (uint32_t)((count + size - 1) / size);
@@ -67,11 +69,11 @@ int tapeout_cuda_block_gather(const BlockGather* p, Launch* launch) {
   return 1;
 }
 
-int tapeout_cuda_argmax(const Argmax* p, Launch* launches) {
+int tapeout_cuda_choose(const Choose* p, Launch* launches) {
   snprintf(launches[0].kernel, sizeof launches[0].kernel, "argmax_parts");
   set(&launches[0], p, ARGMAX_PARTS, (uint32_t)p->M, 1, 256, 8 * (sizeof(float) + sizeof(int)));
-  snprintf(launches[1].kernel, sizeof launches[1].kernel, "argmax_rows");
-  set(&launches[1], p, (uint32_t)p->M, 1, 1, 32, 0);
+  snprintf(launches[1].kernel, sizeof launches[1].kernel, "choose_rows");
+  set(&launches[1], p, (uint32_t)p->M, 1, 1, 512, CHOOSE_BYTES);
   return 2;
 }
 

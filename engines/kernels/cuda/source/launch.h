@@ -23,7 +23,7 @@ EXPORTED int tapeout_cuda_norm(const Norm* p, Launch* launch);
 EXPORTED int tapeout_cuda_quantize(const Quantize* p, Launch* launch);
 EXPORTED int tapeout_cuda_gated(const Gated* p, Launch* launch);
 EXPORTED int tapeout_cuda_block_gather(const BlockGather* p, Launch* launch);
-EXPORTED int tapeout_cuda_argmax(const Argmax* p, Launch* launches);
+EXPORTED int tapeout_cuda_choose(const Choose* p, Launch* launches);
 EXPORTED int tapeout_cuda_attention(const Attention* p, Launch* launches);
 #ifdef __cplusplus
 }

@@ -67,14 +67,36 @@ typedef struct {
   int32_t M;
 } BlockGather;
 
-/* The column of each row's largest logit, the first of equals; -1 where one is no number */
+/* How a row's token is drawn, and how many of the likeliest tokens are wanted beside it. */
+typedef struct {
+  uint64_t random;
+  double top_p;
+  float scale;   /* log2(e) over the temperature; 0: the likeliest token */
+  int32_t top_k; /* 0: all */
+  int32_t least; /* weight of the least likely token that is kept */
+  int32_t top;   /* -1: nothing of these; at most MOST_TOP */
+} Draw;
+enum { MOST_TOP = 128 };
+
+/* What log-probabilities of a row need. The largest logit plus the logarithm of total / 2^30 is that of the sum of all
+   exponentials. */
+typedef struct {
+  int64_t total;    /* 0: nothing is wanted of this row, or not all of it is finite */
+  float max, logit; /* the largest, and the chosen token's */
+  int32_t tokens[MOST_TOP];
+  float logits[MOST_TOP];
+} Ranking;
+
+/* The column of each row's largest logit, the first of equals, or one that is drawn; -1 where one is no number */
 typedef struct {
   const float* logits; /* [M, N] */
   float* part_max;     /* [M, ARGMAX_PARTS] scratch */
   int32_t* part_index; /* the same */
+  const Draw* draws;   /* [M]; NULL: all rows are greedy */
+  Ranking* ranking;    /* [M]; NULL without draws */
   int64_t* y;          /* [M] */
   int32_t M, N;
-} Argmax;
+} Choose;
 enum { ARGMAX_PARTS = 32 };
 
 /* Norms of heads, RoPE, the new entries of a KV cache, and attention over it, for packed tokens of B sequences: those of sequence b are

@@ -1,4 +1,4 @@
-/* What is done row by row: norms with the residual sum, silu(gate) * up, embeddings, the argmax of logits. */
+/* What is done row by row: norms with the residual sum, silu(gate) * up, embeddings. */
 #include "weights.cuh"
 
 enum { ROW_THREADS = 256, ROW_WARPS = ROW_THREADS / WARP, GATHER_THREADS = 128 };
@@ -9,11 +9,6 @@ struct NormMemory {
 
 struct QuantizeMemory {
   float largest[ROW_WARPS];
-};
-
-struct ArgmaxMemory {
-  float max[ROW_WARPS];
-  int index[ROW_WARPS];
 };
 
 __device__ __forceinline__ void store_four(void* to, int64_t fourth, const float4& x, int bfloat16) {
@@ -197,48 +192,3 @@ BLOCK_GATHER(8)
 #if SELECTED(GATHER_16)
 BLOCK_GATHER(16)
 #endif
-
-/* The larger, a NaN above all, and of equals the one further left. */
-__device__ __forceinline__ void keep_larger(float& max, int& index, float other, int at) {
-  const bool is_none = other != other, had_none = max != max;
-  if (had_none ? is_none && at < index : is_none || other > max || (other == max && at < index)) {
-    max = other;
-    index = at;
-  }
-}
-__device__ __forceinline__ void warp_argmax(float& max, int& index) {
-  for (int distance = WARP / 2; distance; distance /= 2) {
-    const float other = __shfl_xor_sync(ALL_LANES, max, distance);
-    const int at = __shfl_xor_sync(ALL_LANES, index, distance);
-    keep_larger(max, index, other, at);
-  }
-}
-
-/* Of a row, part blockIdx.x of its columns. An infinite logit times 0 is no number either. */
-KERNEL(argmax_parts, Argmax, ROW_THREADS, 4) {
-  ArgmaxMemory& memory = shared_memory<ArgmaxMemory>();
-  const int size = parts_of(p.N, ARGMAX_PARTS), first = (int)blockIdx.x * size, end = smaller(first + size, p.N);
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const float* logits = p.logits + (int64_t)blockIdx.y * p.N;
-  float max = -infinity();
-  int index = p.N;
-#pragma unroll 4
-  for (int i = first + (int)threadIdx.x; i < end; i += ROW_THREADS)
-    keep_larger(max, index, fmaf(logits[i], 0, logits[i]), i);
-  warp_argmax(max, index);
-  if (lane == 0) memory.max[warp] = max, memory.index[warp] = index;
-  __syncthreads();
-  if (threadIdx.x) return;
-  for (int i = 1; i < ROW_WARPS; i++) keep_larger(max, index, memory.max[i], memory.index[i]);
-  const int64_t at = (int64_t)blockIdx.y * ARGMAX_PARTS + blockIdx.x;
-  p.part_max[at] = max, p.part_index[at] = index;
-}
-
-/* A warp for each row. */
-KERNEL(argmax_rows, Argmax, WARP, 1) {
-  const int64_t row = blockIdx.x, at = row * ARGMAX_PARTS + threadIdx.x;
-  float max = p.part_max[at];
-  int index = p.part_index[at];
-  warp_argmax(max, index);
-  if (threadIdx.x == 0) p.y[row] = max == max ? index : -1;
-}
