@@ -2,8 +2,12 @@
 
 A request waits, runs, and ends once. A running request has tokens that its state does not hold yet: a part of its
 prompt, or the token that was chosen last. Each step first feeds requests that decode, then prompts, in chunks: as many
-tokens as keep inter-token latency within its bound. Requests join and leave at any step. Answers of a tenant that takes
-much more than another one rest for a moment while prompts of the other one are computed.
+tokens as keep inter-token latency within its bound. Requests join and leave at any step.
+
+Where several tenants use an engine, long steps are split: the prompts that would be beside decodes follow in steps of
+their own, so that whoever comes waits for the end of a short one. Answers of a tenant that takes much more than another
+one rest for a moment while prompts of the other one are computed, one after the other, and some places are kept free of
+tenants that take a large part.
 
 Where memory runs out, the running request of the lowest rank gives up its state and is computed again later, from the
 longest prefix that the cache (runtime/engine/cache) still has. State is not moved to host memory or disk instead: on a
@@ -24,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
+from math import inf
 
 from runtime.engine.cache.kinds import Demand, Lease
 from runtime.engine.cache.sequences import SequenceCache
@@ -35,6 +40,8 @@ from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import EngineLoad, FinishReason, GenerateRequest
 from tapeout.errors import RequestError
 
+SHARED_SECONDS = 60.0  # after two tenants had requests at once, an engine counts as shared for so long
+KEPT_PLACES = 8  # one in so many of the requests that run at once is kept from tenants that take a large part
 LEAST_REST = 0.25  # of the longest rest: for less, a prompt does not have a step alone
 
 
@@ -91,6 +98,10 @@ class Scheduler:
         self._served: dict[str, float] = {}  # tokens fed, by tenant
         self._shares = TenantShares()
         self._heavy: frozenset[str] = frozenset()  # tenants that take much more than another one that is active
+        self._large: frozenset[str] = frozenset()  # tenants that take a large part of an engine that is shared
+        self._shared_until = -inf
+        self._owed = 0  # prompt tokens that follow the last decodes in steps of their own
+        self._piece = 0  # of such a step
         self._active: dict[str, int] = {}  # requests, by tenant
         self._speed: float | None = None  # tokens per second, smoothed
         self._answer_tokens: float | None = None  # of a request, smoothed
@@ -136,30 +147,50 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         """How much there is to do, and how fast it is done. Of a request that waits, the cache is asked once."""
-        backlog = decodes = 0
+        backlog = decodes = others = 0
+        large = self._shares.large(self._active)
         for sequence in self._waiting.values():
             if sequence.missing is None:
                 match = self.cache.match(sequence.lease, sequence.tokens, self._most_cached(sequence))
                 sequence.missing = len(sequence.tokens) - match.tokens
             backlog += sequence.missing
+            others += 0 if sequence.tenant in large else sequence.missing
         for sequence in self._running.values():
             pending = self._pending(sequence)
             if pending == 1:
                 decodes += 1
             else:
                 backlog += pending
+                others += 0 if sequence.tenant in large else pending
         costs, limits = self.costs, self.limits
+        chunk = costs.chunk(decodes, max(0, limits.step_tokens - decodes), backlog)
         return EngineLoad(
             backlog_tokens=backlog,
             decodes=decodes,
             waiting=self.waiting,
             running=self.running,
             most_running=limits.max_running,
-            chunk_tokens=costs.chunk(decodes, max(0, limits.step_tokens - decodes), backlog),
+            chunk_tokens=chunk,
             prompt_seconds=costs.prompt_seconds,
             decode_seconds=costs.decode_seconds(decodes),
             answer_tokens=int(self._answer_tokens or 0),
+            step_seconds=self._next_seconds(decodes, min(chunk, backlog), others if large else 0),
+            large=tuple(large),
+            others_tokens=others,
         )
+
+    def _next_seconds(self, decodes: int, prompts: int, others: int) -> float:
+        """How long the next step is expected to take. ``prompts``: tokens that it might have beside its decodes.
+        ``others``: of those, tokens of tenants for which large ones rest.
+        """
+        costs, several = self.costs, len(self._active) > 1
+        if others and several:
+            return min(others, self.limits.step_tokens) * costs.prompt_seconds
+        if prompts and self._owed:
+            return min(self._owed, self._piece, prompts) * costs.prompt_seconds
+        if several and decodes and prompts > costs.piece(decodes):
+            prompts = 0
+        return costs.decode_seconds(decodes) + prompts * costs.prompt_seconds
 
     def add(self, request: GenerateRequest, now: float) -> list[str]:
         """Queue a request that arrived at ``now``. Those that lose their place in a full queue have ended.
@@ -217,7 +248,11 @@ class Scheduler:
         """
         assert not self._planned or (self.cache.trims and not drafts), "a step cannot be planned ahead of the last one"
         works = self._works = dict[_Sequence, Work]()
-        self._heavy = self._shares.heavy(self._active, now) if len(self._active) > 1 else frozenset()
+        self._heavy = frozenset[str]()
+        if len(self._active) > 1:
+            self._heavy, self._shared_until = self._shares.heavy(self._active, now), now + SHARED_SECONDS
+        shared = now < self._shared_until
+        self._large = self._shares.large(self._active) if shared else frozenset()
         decoding, prompts = list[_Sequence](), list[_Sequence]()
         for sequence in self._running.values():
             if pending := self._pending(sequence):
@@ -229,13 +264,18 @@ class Scheduler:
             decoding.sort(key=lambda sequence: self._rank(sequence, now))
         if len(prompts) > 1:
             prompts.sort(key=lambda sequence: self._rank(sequence, now))
-        rest, fed = self._rest(decoding, prompts, now), False
+        rest, fed = self._rest(decoding, prompts, now), 0
         if rest is not None:
-            fed = self._fill(self._light(decoding), self._light(prompts), now, rest)
-        if not fed:  # no prompt could be fed for which others would rest
-            fed = self._fill(decoding, prompts, now)
+            fed = self._fill(self._light(decoding), self._light(prompts), now, rest=rest)
+        if not fed and self._owed and not works:
+            # The last token of a prompt is fed like one of an answer, and should not wait for other prompts.
+            first = [sequence for sequence in decoding if not sequence.answered]
+            fed = self._fill(first, prompts, now, most=min(self._owed, self._piece))
+            self._owed = self._owed - fed if fed else 0
+        if not fed:  # no prompt could be fed for which others would rest, or that had been put off
+            fed = self._fill(decoding, prompts, now, splits=shared)
         # Not beside prompts: their tokens must be computed in any case, and a guess may be wrong.
-        if drafts and not fed:
+        if drafts and not fed and not self._owed:
             decodes = len(works)
             self._add_drafts(drafts, self.costs.draft_budget(decodes, self.limits.step_tokens - decodes))
         for sequence, work in works.items():
@@ -247,11 +287,19 @@ class Scheduler:
         return list(works.values())
 
     def _fill(
-        self, decoding: Sequence[_Sequence], prompts: Sequence[_Sequence], now: float, rest: float | None = None
-    ) -> bool:
-        """Plan these requests and some of those that wait, beside decodes that are planned; whether prompts are fed.
+        self,
+        decoding: Sequence[_Sequence],
+        prompts: Sequence[_Sequence],
+        now: float,
+        *,
+        rest: float | None = None,
+        most: int = 0,
+        splits: bool = False,
+    ) -> int:
+        """Plan these requests and some of those that wait, beside decodes that are planned; prompt tokens that are fed.
 
-        ``rest``: see :meth:`_rest`; then heavy tenants get nothing.
+        ``rest``: see :meth:`_rest`; then heavy tenants get nothing, and the step ends with the first prompt that does.
+        ``most``: prompt tokens, where these were put off before. ``splits``: they may be put off now.
         """
         budget, before = self.limits.step_tokens - len(self._works), self.preemptions
         # A decoding request feeds one token: prompts wait for them, since each would delay all of them.
@@ -259,11 +307,15 @@ class Scheduler:
             if budget and sequence.id in self._running and sequence not in self._works:
                 budget -= self._feed(sequence, 1, now)
         decodes = len(self._works)
-        if rest is None:
+        if most:
+            budget = min(budget, most)
+        elif rest is None:
             # One long prompt is no backlog: it takes its time, and nobody else waits longer for that.
             pending = [self._pending(sequence) for sequence in prompts]
             backlog = self.waiting_tokens + sum(pending) - max(self._queue.longest, *pending, 0)
             budget = self.costs.prompt_budget(decodes, budget, backlog)
+            if splits and decodes and budget > (piece := self.costs.piece(decodes)):
+                self._owed, self._piece, budget = budget, piece, 0
         else:
             budget = self.costs.prompt_tokens(decodes, budget, rest)
         whole, scored, light = budget, self.limits.scored_tokens, rest is not None
@@ -276,7 +328,11 @@ class Scheduler:
                 budget -= fed
         if self.preemptions == before:  # else those that were preempted would be admitted right away
             budget, _ = self._admit(budget, scored, now, light=light)
-        return budget < whole
+        return whole - budget
+
+    def _completes(self) -> bool:
+        """A prompt ends in the step that is planned: others would only make it wait longer for its first token."""
+        return any(work.samples and len(work.tokens) > 1 for work in self._works.values())
 
     def _light(self, found: Sequence[_Sequence]) -> list[_Sequence]:
         return [sequence for sequence in found if sequence.tenant not in self._heavy]
@@ -296,7 +352,10 @@ class Scheduler:
         if not light or min(heavy, default=min(light)) < min(light):
             return None
         left = min((sequence.last for sequence in resting), default=now) + self.limits.rest_seconds - now
-        return left if left > LEAST_REST * self.limits.rest_seconds else None
+        least = LEAST_REST * self.limits.rest_seconds
+        if own := [self._pending(sequence) for sequence in prompts if sequence.tenant not in self._heavy]:
+            least = min(least, min(own) * self.costs.prompt_seconds)
+        return left if left > least else None
 
     def commit(self, outcomes: Mapping[str, WorkResult], now: float) -> list[Finished]:
         """What came of the planned work; requests that have ended meanwhile may be missing. Who has ended."""
@@ -418,19 +477,23 @@ class Scheduler:
         self, budget: int, scored: int, now: float, before: Rank | None = None, *, light: bool = False
     ) -> tuple[int, int]:
         """Waiting requests run while there is budget, and room for their tokens so far and those that are expected.
-        What is left of the budgets. ``before``: only those of a higher rank. ``light``: none of heavy tenants.
+        What is left of the budgets. ``before``: only those of a higher rank. ``light``: none of heavy tenants, and
+        nobody once a prompt of the step ends.
 
         One that does not fit is not overtaken by smaller ones of a lower rank, or it would starve.
         """
         if not budget or len(self._running) >= self.limits.max_running:
             return budget, scored
+        kept = self.limits.max_running - self.limits.max_running // KEPT_PLACES
         for sequence in self._queue.ranked(now):
             if not budget or len(self._running) >= self.limits.max_running:
                 break
             if before is not None and self._rank(sequence, now) >= before:
                 break
-            if light and sequence.tenant in self._heavy:
+            if light and (sequence.tenant in self._heavy or self._completes()):
                 break
+            if sequence.tenant in self._large and len(self._running) >= kept:
+                continue
             match = self.cache.match(sequence.lease, sequence.tokens, self._most_cached(sequence))
             if match.awaited:
                 continue
