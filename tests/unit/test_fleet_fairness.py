@@ -16,6 +16,9 @@ def test_a_tenant_that_sends_ten_times_as_much_waits_by_itself(gateways: int) ->
     """
     found = served({"one": RATE, "other": TIMES * RATE}, 60.0, gateways=gateways)
     longest = 1000 * PROMPT_TOKENS[1] * BUNDLES["default"].token  # on an idle engine
-    assert percentile(found.ttft["one"], 0.99) <= BAR * longest
+    alone = served({"one": RATE}, 60.0, gateways=gateways)
+    # With one gateway prompts hardly ever meet; with two they do, also where the other tenant sends nothing.
+    bar = BAR * (longest if gateways == 1 else percentile(alone.ttft["one"], 0.99))
+    assert percentile(found.ttft["one"], 0.99) <= bar
     assert percentile(found.ttft["other"], 0.5) > 4 * longest, "the engines are not full"
     assert found.gaps["other"][-1] < 300, "its answers rest too long"
