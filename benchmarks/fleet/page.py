@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.fleet.decision import BAR_BYTES, BAR_US
+from benchmarks.fleet.fairness import BAR as BAR_FAIRNESS
+from benchmarks.fleet.fairness import BAR_THROUGHPUT, ENGINES, RATE, SECONDS, TIMES, Fairness
 from benchmarks.fleet.real import BAR, BARRED, FIGURES, differences, section
 from runtime.simulation.fleet import WARM, FleetFigures
 
@@ -83,6 +85,34 @@ def decision_bars(decision: Mapping[str, Any]) -> list[Bar]:
     ]
 
 
+def fairness_bars(fair: Sequence[Fairness]) -> list[Bar]:
+    found = list[Bar]()
+    for one in fair:
+        ratio = one.beside / one.alone
+        what = f"a tenant beside one that sends {TIMES:.0f} times as much, {ENGINES} replicas, gateways: {one.gateways}"
+        text = f"{ratio:.2f} ({one.beside:.0f} ms, {one.alone:.0f} alone)"
+        expected = f"at most {BAR_FAIRNESS} of that alone"
+        found.append(Bar(f"{what}: P99 TTFT", expected, text, ratio <= BAR_FAIRNESS))
+        text, holds = f"{one.throughput:.1%}", one.throughput >= BAR_THROUGHPUT
+        expected = f"at least {BAR_THROUGHPUT:.0%} of that of one tenant"
+        found.append(Bar("the same: tokens/s of both", expected, text, holds))
+    return found
+
+
+def fairness_table(fair: Sequence[Fairness]) -> str:
+    lines = [
+        "| gateways | P99 alone | beside as much | beside ten times as much, P50 / P99 | the other's P50 / P99 "
+        "| its gaps, P99 / most |",
+        "|--:|--:|--:|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {one.gateways} | {one.alone:.0f} | {one.equal:.0f} | {one.beside_p50:.0f} / {one.beside:.0f} "
+        f"| {one.other_p50:,.0f} / {one.other_p99:,.0f} | {one.other_gap_p99:.0f} / {one.other_gap_most:.0f} |"
+        for one in fair
+    ]
+    return "\n".join(lines)
+
+
 def table(compared: Sequence[Compared]) -> str:
     lines = [
         "| workload | policy | TTFT P50 ms | TTFT P99 ms | hits | of the possible | tokens/s |",
@@ -121,12 +151,13 @@ def page(
     compared: Sequence[Compared],
     settings: Mapping[str, Any],
     decision: Mapping[str, Any],
+    fair: Sequence[Fairness],
     real: Mapping[str, Any] | None = None,
 ) -> str:
     """``settings``: bundle, engines, cache_tokens, seed, and saturation in conversations a second. ``real``: what
     ``benchmarks.fleet.real`` wrote.
     """
-    found = [*bars(compared), *decision_bars(decision), *(real_bars(real) if real else [])]
+    found = [*bars(compared), *fairness_bars(fair), *decision_bars(decision), *(real_bars(real) if real else [])]
     parts, tied = decision["microseconds"], decision["microseconds, all equal"]["decision"]
     return TEMPLATE.format(
         **settings,
@@ -135,6 +166,11 @@ def page(
         bars=bar_table(found),
         table=table(compared),
         warm=WARM,
+        fairness=fairness_table(fair),
+        few=ENGINES,
+        seconds=SECONDS,
+        rate=RATE,
+        times=TIMES,
         many=decision["engines"],
         tokens=decision["tokens"],
         whole=parts["decision"],
@@ -187,6 +223,14 @@ The figures depend on the seed ({seed}) and on nothing else of the machine.{apar
 - hits: prompt tokens that came from a cache. Of the possible: as a share of what the best engine for each request had
   when it arrived. The first {warm:.0%} of the time does not count.
 - tokens/s: while the middle three fifths of all tokens were made.
+
+## Fairness
+
+`benchmarks/fleet/fairness.py`: {few} engines, {seconds:.0f} s. A tenant sends {rate:.0f} requests a second, of 64 to
+512 prompt tokens, and another one nothing, as much, or {times:.0f} times as much, which is about what the engines can
+do. TTFT and gaps between tokens in ms:
+
+{fairness}
 
 ## Cost of a decision
 

@@ -10,14 +10,14 @@ from random import Random
 
 from runtime.simulation.engine import SimulatedEngine
 from runtime.simulation.fleet import cached_tokens
-from runtime.simulation.routing import ExactRouting, PolicyMaker
+from runtime.simulation.routing import Clock, ExactRouting, PolicyMaker
 from runtime.wire.messages import GenerateRequest, StepReport
 
 
 class _Blind(ABC):
     """Knows only which requests it has sent."""
 
-    def __init__(self, engines: Sequence[SimulatedEngine], seed: int) -> None:
+    def __init__(self, engines: Sequence[SimulatedEngine], seed: int, clock: Clock) -> None:
         self._engines, self._random = engines, Random(seed)
         self._open, self._turn = Counter[int](), 0
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.fleet.bundles import BUNDLES
 from benchmarks.fleet.decision import decision
+from benchmarks.fleet.fairness import GATEWAYS, fairness
 from benchmarks.fleet.page import Compared, bar_table, bars, page, table
 from benchmarks.fleet.policies import POLICIES
 from benchmarks.fleet.traffic import single_turn, without_pauses
@@ -71,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--real", type=Path, help="what benchmarks.fleet.real wrote, for the page")
     parser.add_argument(
-        "--page", type=Path, help="write docs/benchmarks/fleet.md; measures the cost of a decision, too"
+        "--page", type=Path, help="write docs/benchmarks/fleet.md; with the cost of a decision and fairness, too"
     )
     options = parser.parse_args(words)
     real = json.loads(options.real.read_text(encoding="utf-8")) if options.real else None
@@ -105,11 +106,13 @@ def main(words: Sequence[str] | None = None) -> int:
         "saturation": most,
     }
     cost = decision() if options.page else None
+    fair = [fairness(gateways, seed=seed) for gateways in GATEWAYS] if options.page else []
     if options.json:
         content = {**settings, "compared": [one.as_json() for one in compared], "decision": cost}
+        content["fairness"] = [one.as_json() for one in fair]
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if cost is not None:
-        options.page.write_text(page(compared, settings, cost, real), encoding="utf-8")
+        options.page.write_text(page(compared, settings, cost, fair, real), encoding="utf-8")
     return ExitCode.PASS
 
 

@@ -139,6 +139,8 @@ def serve(
         if core.busy:
             report = core.step(now := time.monotonic())
             cores.stepped(now)
+            for command in connections.receive(0):  # so that the report counts what came during the step
+                moves.take(command)
         else:
             report = core.report()
         connections.send(report, core.routing)

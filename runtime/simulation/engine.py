@@ -60,7 +60,7 @@ class SimulatedEngine:
         self._routing = RoutingReports(self.pools.paged.pool, self.pools.recurrent.pool, self.load)
         self._arrived: list[tuple[GenerateRequest, float]] = []
         self._served: dict[str, _Answering] = {}
-        self._works: list[Work] = []
+        self.planned: list[Work] = []  # of the step that was begun last
         self.stepping = False
         self.steps = 0
 
@@ -86,17 +86,14 @@ class SimulatedEngine:
 
     def begin(self, now: float) -> float | None:
         """When the next step ends; None if there is nothing to do."""
-        for request, arrival in self._arrived:
-            self.watcher.received += 1
-            self.scheduler.add(request, arrival)
-        self._arrived.clear()
-        self._works = self.scheduler.plan(now)
-        self.stepping = bool(self._works)
-        if not self._works:
+        self._take_arrivals()
+        self.planned = self.scheduler.plan(now)
+        self.stepping = bool(self.planned)
+        if not self.planned:
             return None
         self.pools.recurrent.take_copies()  # what they take is in the length of a step
         decodes = prompt_tokens = 0
-        for work in self._works:
+        for work in self.planned:
             served = self._served[work.id]
             if served.cached is None:
                 served.cached = self.scheduler.cached_tokens(work.id)
@@ -110,7 +107,7 @@ class SimulatedEngine:
     def end(self, now: float) -> StepEnd:
         """The step that was begun has ended."""
         outcomes, first, sampled = dict[str, WorkResult](), dict[str, int](), list[str]()
-        for work in self._works:
+        for work in self.planned:
             served = self._served.get(work.id)
             if served is None:  # it has left meanwhile
                 continue
@@ -124,7 +121,14 @@ class SimulatedEngine:
         finished = [id for id, _ in self.scheduler.commit(outcomes, now)]
         for id in finished:
             del self._served[id]
+        self._take_arrivals()
         return StepEnd(self.report(), sampled, first, finished)
+
+    def _take_arrivals(self) -> None:
+        for request, arrival in self._arrived:
+            self.watcher.received += 1
+            self.scheduler.add(request, arrival)
+        self._arrived.clear()
 
     def report(self) -> StepReport:
         routing = self._routing.next([self.watcher] if self.watcher.asks else [])

@@ -117,7 +117,8 @@ class FleetSimulation:
             )
             for number in range(shape.engines)
         ]
-        self._policy = policy(self._engines, seed)
+        self._now = 0.0
+        self._policy = policy(self._engines, seed, lambda: self._now)
         starts = [conversation.start for conversation in workload.conversations]
         self._warm = WARM * max(starts, default=0.0)
         self._last_start = max(starts, default=0.0)
@@ -137,6 +138,7 @@ class FleetSimulation:
             self._push(conversation.start, conversation)
         while self._events and not (late and self._late >= late.requests):
             now, _, what, turn = heappop(self._events)
+            self._now = now
             if isinstance(what, Conversation):
                 number = self._arrive(what, turn, now)
             else:

@@ -27,14 +27,15 @@ class RoutingPolicy(Protocol):
         ...
 
 
-PolicyMaker = Callable[[Sequence[SimulatedEngine], int], RoutingPolicy]  # from the engines and a seed
+Clock = Callable[[], float]  # virtual seconds
+PolicyMaker = Callable[[Sequence[SimulatedEngine], int, Clock], RoutingPolicy]  # from the engines, a seed and a clock
 
 
 class ExactRouting:
     """The router of the gateway, fed by the engines' reports."""
 
-    def __init__(self, engines: Sequence[SimulatedEngine], seed: int) -> None:
-        self.router = FleetRouter()
+    def __init__(self, engines: Sequence[SimulatedEngine], seed: int, clock: Clock) -> None:
+        self.router = FleetRouter(clock)
         self._numbers = {f"engine-{number}": number for number in range(len(engines))}
         self._names = [*self._numbers]
         pools = {name: engine.engine_pool for name, engine in zip(self._names, engines, strict=True)}

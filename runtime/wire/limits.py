@@ -42,4 +42,4 @@ class Limits:
     itl_seconds: float = 0.0075
     backlog_seconds: float = 0.1
     step_seconds: float = 1.0
-    rest_seconds: float = 0.12
+    rest_seconds: float = 0.2

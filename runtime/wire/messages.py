@@ -219,7 +219,11 @@ class EngineLoad(NamedTuple):
 
     A step of ``chunk_tokens`` prompt tokens takes ``decode_seconds`` and ``prompt_seconds`` for each of them; all are 0
     until they were measured. ``answer_tokens``: of a usual response; 0 before any. ``fetch_seconds``: to fetch a block
-    from another engine; 0 where it cannot.
+    from another engine; 0 where it cannot. ``step_seconds``: until the step ends that follows this report, as expected;
+    0 where there is nothing to do.
+
+    ``large``: tenants with requests here that took a large part of the engine's work lately. Prompts of all others come
+    before theirs; ``others_tokens``: of these, in the backlog.
     """
 
     backlog_tokens: int = 0
@@ -232,6 +236,9 @@ class EngineLoad(NamedTuple):
     decode_seconds: Seconds = 0.0
     answer_tokens: int = 0
     fetch_seconds: Seconds = 0.0
+    step_seconds: Seconds = 0.0
+    large: tuple[str, ...] = ()
+    others_tokens: int = 0
 
 
 class RoutingReport(NamedTuple):

@@ -20,7 +20,7 @@ from benchmarks.fleet.traffic import single_turn
 from runtime.gateway.fleet.client import FleetClient
 from runtime.simulation.engine import MAX_TOKENS, SimulatedEngine
 from runtime.simulation.fleet import FleetFigures, FleetShape, FleetSimulation, simulate
-from runtime.simulation.routing import ExactRouting
+from runtime.simulation.routing import Clock, ExactRouting
 from runtime.simulation.traffic import Conversation, Traffic, Turn, multi_turn, read_trace
 from runtime.wire.messages import Delta, GenerateRequest
 from tapeout.errors import ExitCode, RequestError
@@ -41,8 +41,8 @@ def test_every_request_is_answered_and_a_seed_repeats_all_figures(policy: str) -
 def test_the_index_of_ours_is_what_the_pools_hold() -> None:
     made: list[tuple[ExactRouting, Sequence[SimulatedEngine]]] = []
 
-    def kept(engines: Sequence[SimulatedEngine], seed: int) -> ExactRouting:
-        made.append((policy := ExactRouting(engines, seed), engines))
+    def kept(engines: Sequence[SimulatedEngine], seed: int, clock: Clock) -> ExactRouting:
+        made.append((policy := ExactRouting(engines, seed, clock), engines))
         return policy
 
     simulate(TALKS, LENGTHS, FleetShape(engines=3, cache_tokens=4096), kept)
@@ -68,7 +68,7 @@ def test_answers_change_over_from_engines_for_prompts_to_those_for_decoding() ->
         def begun(now: float) -> float | None:
             end = begin(now)
             fed[engine.engine_pool == "decode"] += sum(
-                len(work.tokens) for work in engine._works if len(work.tokens) > 1
+                len(work.tokens) for work in engine.planned if len(work.tokens) > 1
             )
             return end
 
@@ -94,15 +94,15 @@ def test_conversations_find_their_blocks_where_they_were_answered() -> None:
 def test_policies_do_what_they_are_called() -> None:
     engines = [SimulatedEngine(LENGTHS, 32) for _ in range(3)]
     request = GenerateRequest("r", list(range(200)), 5)
-    robin = RoundRobin(engines, 0)
+    robin = RoundRobin(engines, 0, float)
     assert sorted(robin.choose(request, "s") for _ in range(3)) == [0, 1, 2]
-    hashed = SessionHash(engines, 0)
+    hashed = SessionHash(engines, 0, float)
     assert len({hashed.choose(request, "s") for _ in range(5)}) == 1
     assert len({hashed.choose(request, f"s{number}") for number in range(30)}) == 3
     engines[1].add(request, range(5), 0.0)
     while engines[1].begin(0.0) is not None:
         engines[1].end(1.0)
-    assert {MostCached(engines, seed).choose(request, "s") for seed in range(3)} == {1}
+    assert {MostCached(engines, seed, float).choose(request, "s") for seed in range(3)} == {1}
 
 
 def test_a_step_is_as_long_as_its_tokens_say() -> None:

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -202,6 +203,28 @@ def test_what_was_sent_counts_until_the_engine_has_seen_it() -> None:
     assert told.order(request()) == [other, first.engine], "the report was made before the request came"
     told.say(first.engine, received=1)
     assert told.order(request())[0] == told.order(request())[0] and not told.router._engines[first.engine].unseen
+
+
+def test_prompts_that_go_first_wait_for_the_step_that_runs_and_for_each_other() -> None:
+    """Planted: the backlog of the tenant that rests counts, or steps end at once."""
+    told, now = Told("a", "b"), 100.0
+    told.router = FleetRouter(lambda: now)
+    told.turns = {engine: told.router.join(engine, BLOCK) for engine in "ab"}
+    full = IDLE._replace(running=4, waiting=9, backlog_tokens=900, large=("loud",))
+    told.say("a", full._replace(step_seconds=0.05))
+    told.say("b", full._replace(step_seconds=0.02, backlog_tokens=2000, waiting=20))
+    quiet, loud = (replace(request(), tenant=tenant) for tenant in ("quiet", "loud"))
+    assert (told.order(quiet), told.order(loud)) == (["b", "a"], ["a", "b"])
+    best = told.router.choose(quiet, "ab")[0]
+    assert best.seconds == pytest.approx(0.02 + 0.001 * len(PROMPT))
+    told.router.sent(best)
+    assert told.order(quiet) == ["a", "b"], "41 tokens of a tenant that goes first are on their way there"
+    now = 100.05
+    told.say("b", full._replace(step_seconds=0.01, others_tokens=30), received=1)
+    assert told.order(quiet) == ["a", "b"], "they wait there"
+    told.say("b", full._replace(step_seconds=0.0), received=1)
+    told.say("a", full._replace(step_seconds=0.01))
+    assert told.order(quiet) == ["b", "a"]
 
 
 def test_an_engine_that_has_measured_nothing_is_as_fast_as_the_others() -> None:

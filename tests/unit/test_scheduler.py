@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +16,8 @@ from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
 from runtime.engine.scheduling.tenant_shares import TenantShares
 from runtime.engine.scheduling.work import Finished, Work, WorkResult
+from runtime.simulation.engine import SimulatedEngine
+from runtime.simulation.step_lengths import StepLengths
 from runtime.wire.block_keys import block_keys
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import GenerateRequest
@@ -686,3 +688,93 @@ def test_the_load_counts_what_is_left_to_compute() -> None:
 def run(scheduler: Scheduler, now: float) -> None:
     works = scheduler.plan(now)
     scheduler.commit({work.id: WorkResult([5] if work.samples else []) for work in works}, now + 0.5)
+
+
+def shared_engine(loud: int) -> tuple[SimulatedEngine, float]:
+    """And the time. It answers one tenant, and knows how long steps take. Another tenant was there before."""
+    engine = SimulatedEngine(StepLengths(((1, 0.002), (64, 0.03)), 0.0002), 2000)
+    engine.add(GenerateRequest("before", range(64), 1, tenant="quiet"), range(1), 0.0)
+    for number in range(loud):
+        prompt = range(1000 * number + 100, 1000 * number + 200)
+        engine.add(GenerateRequest(f"loud{number}", prompt, 500, tenant="loud"), range(500), 0.0)
+    now = 0.0
+    while engine.scheduler.running < min(loud, 56) or engine.scheduler.feeds_prompts:
+        now = step(engine, now)[1]
+        assert now < 5.0, "it feeds no prompts any more"
+    return engine, now
+
+
+def step(engine: SimulatedEngine, now: float) -> tuple[dict[str, int], float]:
+    """What is fed, and when it ends."""
+    end = engine.begin(now)
+    assert end is not None
+    fed = {work.id: len(work.tokens) for work in engine.planned}
+    engine.end(end)
+    return fed, end
+
+
+def test_long_steps_of_an_engine_that_tenants_share_are_split() -> None:
+    """Planted: prompts stay beside decodes, or answers wait until all prompts are computed."""
+    (engine, now), prompts = shared_engine(40), {f"long{number}" for number in range(8)}
+    for number, id in enumerate(sorted(prompts)):
+        start = 10_000_000 + 1000 * number
+        engine.add(GenerateRequest(id, range(start, start + 500), 1, tenant="loud"), range(1), now)
+    kinds, lengths = list[str](), list[float]()
+    for _ in range(20):
+        fed, end = step(engine, now)
+        kinds.append("p" if fed.keys() <= prompts else "d" if not fed.keys() & prompts else "both")
+        lengths.append(end - now)
+        now = end
+    assert "both" not in kinds and "d" in kinds[2:] and "p" in kinds
+    assert max(lengths) < 0.03
+
+
+def test_some_places_are_kept_from_a_tenant_that_takes_a_large_part() -> None:
+    """Planted: it gets all of them."""
+    engine, now = shared_engine(70)
+    assert engine.scheduler.running == 56 and engine.scheduler.waiting == 14
+    engine.add(GenerateRequest("quiet", range(64, 128), 2, tenant="quiet"), range(2), now)
+    assert "quiet" in step(engine, now)[0]
+
+
+def test_a_step_for_which_others_rest_ends_with_the_first_prompt_that_does() -> None:
+    """Planted: what is left of the step is filled with the next prompt, and the first one waits for that."""
+    engine, now = shared_engine(20)
+    for id, start in (("one", 10_000), ("two", 20_000)):
+        engine.add(GenerateRequest(id, range(start, start + 50), 1, tenant="quiet"), range(1), now)
+    fed, now = step(engine, now)
+    assert (fed, step(engine, now)[0]) == ({"one": 50}, {"two": 50})
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("aaaab"), st.integers(1, 500), st.integers(1, 60), st.floats(0, 0.05)),
+        min_size=1,
+        max_size=60,
+    )
+)
+@settings(max_examples=30, deadline=None)
+def test_nobody_starves_where_tenants_share_an_engine(arrivals: list[tuple[str, int, int, float]]) -> None:
+    """All requests end, and no answer stands still for much longer than it may rest. Planted: prompts that are put off
+    come before the answers again and again.
+    """
+    engine, at, now = SimulatedEngine(StepLengths(((1, 0.002), (64, 0.03)), 0.0002), 2000), 0.0, 0.0
+    due = list[tuple[float, GenerateRequest]]()
+    for number, (tenant, prompt, answer, gap) in enumerate(arrivals):
+        start = 1000 * number
+        due.append((at := at + gap, GenerateRequest(f"r{number}", range(start, start + prompt), answer, tenant=tenant)))
+    left, last = {request.id for _, request in due}, dict[str, float]()
+    while left:
+        while due and due[0][0] <= now:
+            arrival, request = due.pop(0)
+            engine.add(request, range(request.max_new_tokens), arrival)
+        if (end := engine.begin(now)) is None:
+            now = due[0][0]
+            continue
+        now, ended = end, engine.end(end)
+        for id in ended.sampled:
+            assert now - last.get(id, now) < Limits().rest_seconds + 0.15
+            last[id] = now
+        left -= set(ended.finished)
+        engine.scheduler.check()
+        assert now < 60, "a request starves"

@@ -135,7 +135,10 @@ commands = (
     | st.builds(FetchState, st.sampled_from(["paged", "recurrent"]), keys, places, st.integers(0, 99))
 )
 changes = st.builds(KeyChanges, st.binary(max_size=64), st.binary(max_size=64))
-loads = st.builds(lambda *values: EngineLoad(*values), *[counts] * 6, seconds, seconds, counts, seconds)
+names = st.lists(texts, max_size=3).map(tuple)
+loads = st.builds(
+    lambda *values: EngineLoad(*values), *[counts] * 6, *[seconds] * 2, counts, *[seconds] * 2, names, counts
+)
 routings = st.builds(RoutingReport, counts, counts, st.booleans(), counts, changes, changes, counts, loads)
 reports = st.builds(
     StepReport,
@@ -156,7 +159,14 @@ FULL = StepReport(
     EngineStats(running=1, step_seconds=0.5, finished={"stop": 1}),
     (RefusedRequest("b", QueueFullError("full", expected="room", retry_after=1.5)),),
     RoutingReport(
-        1, 0, True, 2, KeyChanges(b"k" * 16, b"l" * 32), KeyChanges(), 3, EngineLoad(4, 5, prompt_seconds=0.5)
+        1,
+        0,
+        True,
+        2,
+        KeyChanges(b"k" * 16, b"l" * 32),
+        KeyChanges(),
+        3,
+        EngineLoad(4, 5, prompt_seconds=0.5, large=("t",)),
     ),
 )
 REQUEST = GenerateRequest(
@@ -237,7 +247,13 @@ def test_missing_and_additional_fields_are_refused(message: Any) -> None:
     """Planted: sizes that are not compared, so that defaults fill in and the rest is dropped."""
 
     def fields(value: Any) -> Iterator[Any]:
-        if isinstance(value, list) and value not in ([1], [1, 2], [None], [3]):  # of which there may be any number
+        if isinstance(value, list) and value not in (
+            [1],
+            [1, 2],
+            [None],
+            [3],
+            ["t"],
+        ):  # of which there may be any number
             if not (value and all(isinstance(part, list) for part in value)):
                 yield value[:-1]
             yield [*value, None]

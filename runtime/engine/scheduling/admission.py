@@ -13,10 +13,13 @@ from runtime.engine.scheduling.order import Rank, ServiceOrder
 from runtime.engine.scheduling.requests import Requests
 from runtime.engine.scheduling.sequence import ScheduledSequence
 
+KEPT_PLACES = 8  # one in so many of the requests that run at once is kept from tenants that take a large part
+
 
 class Admission:
     def __init__(self, requests: Requests, cache: SequenceCache, order: ServiceOrder, max_running: int) -> None:
         self._requests, self._cache, self._order, self._max_running = requests, cache, order, max_running
+        self._kept_from = max_running - max_running // KEPT_PLACES  # tenants that take a large part
 
     def admit(self, now: float, before: Rank | None = None, *, light: bool = False) -> Iterator[ScheduledSequence]:
         """Each has begun to run when it is returned, with room for its tokens so far and for those that are expected.
@@ -34,6 +37,8 @@ class Admission:
                 break
             if light and order.heavy(sequence):
                 break
+            if order.large(sequence) and len(requests.running) >= self._kept_from:
+                continue
             match = cache.match(sequence.lease, sequence.tokens, sequence.most_cached)
             if match.awaited:
                 continue

@@ -6,11 +6,13 @@ It knows tenants and arrivals, and nothing of memory, of budgets or of what a st
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from math import inf
 
 from runtime.engine.scheduling.sequence import ScheduledSequence
 from runtime.engine.scheduling.tenant_shares import TenantShares
 from runtime.wire.limits import Limits
 
+SHARED_SECONDS = 60.0  # after two tenants had requests at once, an engine counts as shared for so long
 LEAST_REST = 0.25  # of the longest rest: for less, a prompt does not have a step alone
 Rank = tuple[float, bool, float, float, str]
 Group = tuple[str, int]  # tenant and priority
@@ -21,6 +23,9 @@ class ServiceOrder:
         self._limits = limits
         self._shares = TenantShares()
         self._heavy: frozenset[str] = frozenset()  # tenants that take much more than another one that is active
+        self._large: frozenset[str] = frozenset()  # tenants that take a large part of an engine that is shared
+        self._shared_until = -inf
+        self.lately_shared = False  # more than one tenant had requests at once, not long ago
         self._active: dict[str, int] = {}  # requests, by tenant
         self._served: dict[str, float] = {}  # tokens fed, by tenant
         self._fed: dict[str, int] = {}  # the same, in the step that ends
@@ -52,8 +57,12 @@ class ServiceOrder:
         self._fed.clear()
 
     def weigh(self, now: float) -> None:
-        """Find out which tenants are heavy until the next call."""
-        self._heavy = self._shares.heavy(self._active, now) if len(self._active) > 1 else frozenset()
+        """Find out which tenants are heavy, and which are large, until the next call."""
+        self._heavy = frozenset[str]()
+        if self.shared:
+            self._heavy, self._shared_until = self._shares.heavy(self._active, now), now + SHARED_SECONDS
+        self.lately_shared = now < self._shared_until
+        self._large = self.large_tenants() if self.lately_shared else frozenset()
 
     def rank(self, sequence: ScheduledSequence, now: float) -> Rank:
         """Who comes first: by priority, which rises with waiting; then tenants that do not take much more than others;
@@ -68,6 +77,13 @@ class ServiceOrder:
     def heavy(self, sequence: ScheduledSequence) -> bool:
         return sequence.tenant in self._heavy
 
+    def large(self, sequence: ScheduledSequence) -> bool:
+        return sequence.tenant in self._large
+
+    def large_tenants(self) -> frozenset[str]:
+        """Of those that have requests, those that lately took a large part of the engine."""
+        return self._shares.large(self._active)
+
     def light(self, sequences: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
         return [sequence for sequence in sequences if sequence.tenant not in self._heavy]
 
@@ -76,11 +92,12 @@ class ServiceOrder:
         decoding: Sequence[ScheduledSequence],
         prompts: Sequence[ScheduledSequence],
         waiting: Set[Group],
+        prompt_seconds: float,
         now: float,
     ) -> float | None:
         """Seconds for which requests of heavy tenants rest in the next step, so that prompts of others have it to
         themselves; None where there is no such prompt, where one of theirs has a higher priority, or where they have
-        rested long enough.
+        rested long enough. ``prompt_seconds``: that a token of a prompt takes.
         """
         if not self._heavy:
             return None
@@ -93,7 +110,10 @@ class ServiceOrder:
             return None
         longest = self._limits.rest_seconds
         left = min((sequence.last for sequence in resting), default=now) + longest - now
-        return left if left > LEAST_REST * longest else None
+        least = LEAST_REST * longest
+        if own := [sequence.pending for sequence in self.light(prompts)]:
+            least = min(least, min(own) * prompt_seconds)
+        return left if left > least else None
 
     def check(self, requests: int) -> None:
         """The bookkeeping adds up; for tests. ``requests``: that there are."""

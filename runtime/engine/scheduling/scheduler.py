@@ -6,8 +6,12 @@ what is in flight.
 
 A request waits, runs, and ends once. A running request has tokens that its state does not hold yet: a part of its
 prompt, or the token that was chosen last. Each step first feeds requests that decode, then prompts, in chunks: as many
-tokens as keep inter-token latency within its bound. Requests join and leave at any step. Answers of a tenant that takes
-much more than another one rest for a moment while prompts of the other one are computed.
+tokens as keep inter-token latency within its bound. Requests join and leave at any step.
+
+Where several tenants use an engine, long steps are split: the prompts that would be beside decodes follow in steps of
+their own, so that whoever comes waits for the end of a short one. Answers of a tenant that takes much more than another
+one rest for a moment while prompts of the other one are computed, one after the other, and some places are kept free of
+tenants that take a large part.
 
 Where memory runs out, the running request of the lowest rank gives up its state and is computed again later, from the
 longest prefix that the cache (runtime/engine/cache) still has. State is not moved to host memory or disk instead: on a
@@ -101,29 +105,36 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         """How much there is to do, and how fast it is done. Of a request that waits, the cache is asked once."""
-        backlog = decodes = 0
+        backlog = decodes = others = 0
+        large = self._order.large_tenants()
         for sequence in self._requests.waiting.values():
             if sequence.missing is None:
                 match = self.cache.match(sequence.lease, sequence.tokens, sequence.most_cached)
                 sequence.missing = len(sequence.tokens) - match.tokens
             backlog += sequence.missing
+            others += 0 if sequence.tenant in large else sequence.missing
         for sequence in self._requests.running.values():
             pending = sequence.pending
             if pending == 1:
                 decodes += 1
             else:
                 backlog += pending
+                others += 0 if sequence.tenant in large else pending
         costs, limits = self.costs, self.limits
+        chunk = costs.chunk(decodes, max(0, limits.step_tokens - decodes), backlog)
         return EngineLoad(
             backlog_tokens=backlog,
             decodes=decodes,
             waiting=self.waiting,
             running=self.running,
             most_running=limits.max_running,
-            chunk_tokens=costs.chunk(decodes, max(0, limits.step_tokens - decodes), backlog),
+            chunk_tokens=chunk,
             prompt_seconds=costs.prompt_seconds,
             decode_seconds=costs.decode_seconds(decodes),
             answer_tokens=int(self._requests.answer_tokens or 0),
+            step_seconds=self._planner.next_seconds(decodes, min(chunk, backlog), others if large else 0),
+            large=tuple(large),
+            others_tokens=others,
         )
 
     def add(self, request: GenerateRequest, now: float) -> list[str]:

@@ -142,6 +142,13 @@ class StepCosts:
         cost = self._prompt.high
         return min(most, max(MIN_CHUNK, int((seconds - self.decode_seconds(decodes)) / cost))) if cost else most
 
+    def piece(self, decodes: int) -> int:
+        """Prompt tokens of a step that has nothing else and takes about as long as one of so many decodes, but not so
+        few that a token of it takes longer than of a longer step.
+        """
+        cost = self._prompt.high
+        return max(ALONE, int(self.decode_seconds(decodes) / cost)) if cost else ALONE
+
     @property
     def prompt_seconds(self) -> float:
         """That a prompt token adds to a step; 0 until it is known."""

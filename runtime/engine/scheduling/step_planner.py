@@ -25,6 +25,8 @@ class StepPlanner:
         self._admission = Admission(requests, cache, order, limits.max_running)
         self._works: dict[ScheduledSequence, Work] = {}  # of the step that is planned
         self._ahead = False  # of a step that has not ended: nobody can be preempted
+        self._owed = 0  # prompt tokens that follow the last decodes in steps of their own
+        self._piece = 0  # of such a step
 
     def plan(
         self, now: float, drafts: Mapping[str, Sequence[int]] | None, *, ahead: bool
@@ -45,27 +47,50 @@ class StepPlanner:
             decoding.sort(key=lambda sequence: order.rank(sequence, now))
         if len(prompts) > 1:
             prompts.sort(key=lambda sequence: order.rank(sequence, now))
-        rest, fed = order.rest(decoding, prompts, self._requests.queue.groups, now), False
+        rest = order.rest(decoding, prompts, self._requests.queue.groups, self._costs.prompt_seconds, now)
+        fed = 0
         if rest is not None:
-            fed = self._fill(order.light(decoding), order.light(prompts), now, rest)
-        if not fed:  # no prompt could be fed for which others would rest
-            fed = self._fill(decoding, prompts, now)
+            fed = self._fill(order.light(decoding), order.light(prompts), now, rest=rest)
+        if not fed and self._owed and not works:
+            # The last token of a prompt is fed like one of an answer, and should not wait for other prompts.
+            first = [sequence for sequence in decoding if not sequence.answered]
+            fed = self._fill(first, prompts, now, most=min(self._owed, self._piece))
+            self._owed = self._owed - fed if fed else 0
+        if not fed:  # no prompt could be fed for which others would rest, or that had been put off
+            fed = self._fill(decoding, prompts, now, splits=order.lately_shared)
         # Not beside prompts: their tokens must be computed in any case, and a guess may be wrong.
-        if drafts and not fed and self._cache.trims:
+        if drafts and not fed and not self._owed and self._cache.trims:
             decodes = len(works)
             self._add_drafts(drafts, self._costs.draft_budget(decodes, self._limits.step_tokens - decodes))
         return works
+
+    def next_seconds(self, decodes: int, prompts: int, others: int) -> float:
+        """How long the next step is expected to take. ``prompts``: tokens that it might have beside its decodes.
+        ``others``: of those, tokens of tenants for which large ones rest.
+        """
+        costs, several = self._costs, self._order.shared
+        if others and several:
+            return min(others, self._limits.step_tokens) * costs.prompt_seconds
+        if prompts and self._owed:
+            return min(self._owed, self._piece, prompts) * costs.prompt_seconds
+        if several and decodes and prompts > costs.piece(decodes):
+            prompts = 0
+        return costs.decode_seconds(decodes) + prompts * costs.prompt_seconds
 
     def _fill(
         self,
         decoding: Sequence[ScheduledSequence],
         prompts: Sequence[ScheduledSequence],
         now: float,
+        *,
         rest: float | None = None,
-    ) -> bool:
-        """Plan these requests and some of those that wait, beside decodes that are planned; whether prompts are fed.
+        most: int = 0,
+        splits: bool = False,
+    ) -> int:
+        """Plan these requests and some of those that wait, beside decodes that are planned; prompt tokens that are fed.
 
-        ``rest``: see :meth:`ServiceOrder.rest`; then heavy tenants get nothing.
+        ``rest``: see :meth:`ServiceOrder.rest`; then heavy tenants get nothing, and the step ends with the first prompt
+        that does. ``most``: prompt tokens, where these were put off before. ``splits``: they may be put off now.
         """
         requests, works = self._requests, self._works
         budget, before = self._limits.step_tokens - len(works), requests.preemptions
@@ -74,11 +99,15 @@ class StepPlanner:
             if budget and sequence.id in requests.running and sequence not in works:
                 budget -= self._feed(sequence, 1, now)
         decodes = len(works)
-        if rest is None:
+        if most:
+            budget = min(budget, most)
+        elif rest is None:
             # One long prompt is no backlog: it takes its time, and nobody else waits longer for that.
             pending = [sequence.pending for sequence in prompts]
             backlog = requests.queue.tokens + sum(pending) - max(requests.queue.longest, *pending, 0)
             budget = self._costs.prompt_budget(decodes, budget, backlog)
+            if splits and decodes and budget > (piece := self._costs.piece(decodes)):
+                self._owed, self._piece, budget = budget, piece, 0
         else:
             budget = self._costs.prompt_tokens(decodes, budget, rest)
         whole, scored, light = budget, self._limits.scored_tokens, rest is not None
@@ -90,18 +119,25 @@ class StepPlanner:
                 budget, scored = self._feed_prompt(sequence, budget, scored, now)
         if requests.preemptions == before:  # else those that were preempted would be admitted right away
             budget, _ = self._admit(budget, scored, now, light=light)
-        return budget < whole
+        return whole - budget
 
     def _admit(
         self, budget: int, scored: int, now: float, before: Rank | None = None, *, light: bool
     ) -> tuple[int, int]:
-        """Feed requests that wait, as far as the budgets go; what is left of them. See :meth:`Admission.admit`."""
-        if budget and self._requests.waiting:
+        """Feed requests that wait, as far as the budgets go; what is left of them. See :meth:`Admission.admit`.
+
+        ``light``: also nobody once a prompt of the step ends.
+        """
+        if budget and self._requests.waiting and not (light and self._completes()):
             for sequence in self._admission.admit(now, before, light=light):
                 budget, scored = self._feed_prompt(sequence, budget, scored, now)
-                if not budget:
+                if not budget or (light and self._completes()):
                     break
         return budget, scored
+
+    def _completes(self) -> bool:
+        """A prompt ends in the step that is planned: others would only make it wait longer for its first token."""
+        return any(work.samples and len(work.tokens) > 1 for work in self._works.values())
 
     def _feed(self, sequence: ScheduledSequence, count: int, now: float) -> int:
         """Plan ``count`` tokens of a running request; 0 if it had to give up its state."""

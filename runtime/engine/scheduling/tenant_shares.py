@@ -10,6 +10,7 @@ HEAVY = 4.0  # times what another tenant takes, which is much more
 # Of what all tenants take: one that takes less is not heavy. Else all of them were while a new one waits, which has had
 # nothing yet.
 LEAST_SHARE = 0.1
+LARGE_SHARE = 0.25  # of what all tenants take: for others, room is left beside one that takes more
 MOST_TENANTS = 1024  # that are remembered
 
 
@@ -21,6 +22,8 @@ class TenantShares:
     >>> shares.add("quiet", 100, 1.0)
     >>> shares.heavy({"loud", "quiet"}, 1.0), shares.heavy({"quiet"}, 1.0), shares.heavy({"loud", "new"}, 1.0)
     (frozenset({'loud'}), frozenset(), frozenset({'loud'}))
+    >>> shares.large({"loud", "quiet", "new"})
+    frozenset({'loud'})
     """
 
     def __init__(self) -> None:
@@ -38,6 +41,12 @@ class TenantShares:
         lately = {tenant: self._lately(tenant, now) for tenant in tenants}
         most = max(HEAVY * min(lately.values(), default=0.0), LEAST_SHARE * _left(self._all, now), 1.0)
         return frozenset(tenant for tenant, tokens in lately.items() if tokens > most)
+
+    def large(self, tenants: Collection[str]) -> frozenset[str]:
+        """Of these, those that took a large part of what all tenants took."""
+        tokens, now = self._all
+        most = max(LARGE_SHARE * tokens, 1.0)
+        return frozenset(tenant for tenant in tenants if self._lately(tenant, now) > most)
 
     def _lately(self, tenant: str, now: float) -> float:
         return _left(self._fed.get(tenant, (0.0, now)), now)

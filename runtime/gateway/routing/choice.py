@@ -60,6 +60,10 @@ class Speed(NamedTuple):
             wait = ends * load.answer_tokens * load.decode_seconds / load.most_running
         return cls(wait, load.decode_seconds, token, token + load.decode_seconds / max(1, load.chunk_tokens))
 
+    def first(self, left: float) -> Speed:
+        """Of prompts for which others rest, once the step that runs has ended, in ``left`` seconds."""
+        return Speed(left, 0.0, self.token, self.token)
+
     def seconds(self, tokens: int) -> float:
         """Until so many tokens are computed."""
         wait, step, token, full = self
@@ -80,8 +84,9 @@ class EngineOption(NamedTuple):
     """An engine that could take a request. ``seconds``: to the first token, with what speaks against it otherwise;
     ``tokens``: of the prompt to compute.
 
-    ``requests``: that are there already. ``source``: the engine that it should fetch blocks of the prompt from first;
-    none if empty. ``known``: the key of the last block of the prompt that any engine has; empty if none has any.
+    ``tenant``: of the request. ``requests``: that are there already. ``source``: the engine that it should fetch blocks
+    of the prompt from first; none if empty. ``known``: the key of the last block of the prompt that any engine has;
+    empty if none has any.
     """
 
     engine: str
@@ -90,15 +95,17 @@ class EngineOption(NamedTuple):
     requests: int = 0
     source: str = ""
     known: bytes = b""
+    tenant: str = ""
 
 
 _seconds = itemgetter(1)
 
 
-def ranked(options: Sequence[EngineOption], tie: bytes) -> list[EngineOption]:
+def ranked(options: Sequence[EngineOption], tie: bytes, near: float = NEAR) -> list[EngineOption]:
     """The best first. Of those that are nearly as good as the best, the ones with the fewest requests come first: each
     makes the steps of all others longer. What is equal in this, too, is in the order that ``tie`` gives, which is the
-    same in every gateway, and changes little where engines come and go (rendezvous hashing).
+    same in every gateway, and changes little where engines come and go (rendezvous hashing). ``near``: times the best
+    one's seconds that are nearly as good.
 
     >>> options = [EngineOption("a", 0.3, 9), EngineOption("b", 0.1, 9), EngineOption("c", 0.2, 9)]
     >>> [option.engine for option in ranked(options, b"")]
@@ -107,18 +114,18 @@ def ranked(options: Sequence[EngineOption], tie: bytes) -> list[EngineOption]:
     best = sorted(options, key=_seconds)
     if not best:
         return best
-    limit = NEAR * best[0].seconds + NEAR_SECONDS
-    near = 1
-    while near < len(best) and best[near].seconds <= limit:
-        near += 1
-    if near > 1:
+    limit = near * best[0].seconds + NEAR_SECONDS
+    alike = 1
+    while alike < len(best) and best[alike].seconds <= limit:
+        alike += 1
+    if alike > 1:
         hashed = _hash(tie)
 
         def place(option: EngineOption) -> tuple[int, int]:
             # A product of 64 bits mixes two hashes in a tenth of the time that a third hash takes.
             return option.requests, -((hashed ^ _hash_of(option.engine)) * _ODD & _BITS)
 
-        best[:near] = sorted(best[:near], key=place)
+        best[:alike] = sorted(best[:alike], key=place)
     return best
 
 

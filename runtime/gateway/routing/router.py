@@ -1,13 +1,15 @@
-"""The choice among the engines of a fleet, from their reports. Reads no clock and waits for nothing."""
+"""The choice among the engines of a fleet, from their reports. Waits for nothing."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 from runtime.gateway.routing.choice import (
     FETCH_SECONDS,
+    NEAR,
     SOLE_COPY,
     UNKNOWN_SECONDS,
     EngineOption,
@@ -23,7 +25,7 @@ from runtime.wire.messages import EngineLoad, GenerateRequest, StepReport
 
 @dataclass
 class _Engine:
-    """``unseen``: tokens of the requests that were sent to it, and that its last report does not count yet.
+    """``unseen``: tokens and tenants of the requests that were sent to it, and that its last report does not count yet.
 
     ``kind``: engines of the same one can fetch blocks from each other; empty where it cannot.
     """
@@ -32,16 +34,22 @@ class _Engine:
     kind: str
     load: EngineLoad = field(default_factory=EngineLoad)
     sent: int = 0  # requests
-    unseen: deque[int] = field(default_factory=deque[int])
+    unseen: deque[tuple[int, str]] = field(default_factory=deque[tuple[int, str]])
+    step_ends: float = 0.0  # by the clock, as far as its last report says
     tokens: int = 0  # of the backlog and the unseen
+    others_tokens: int = 0  # of these, all but those of large tenants
     requests: int = 0  # that run or wait, and the unseen
     speed: Speed = field(init=False)
 
 
 class FleetRouter:
-    """One for all connections of a gateway. Engines go by names of the caller's choice, the same in every gateway."""
+    """One for all connections of a gateway. Engines go by names of the caller's choice, the same in every gateway.
 
-    def __init__(self) -> None:
+    ``clock``: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
         self.index = PrefixIndex()
         self._uses = PrefixUses()
         self._engines: dict[str, _Engine] = {}
@@ -70,7 +78,7 @@ class FleetRouter:
             return None
         while known.unseen and known.sent - len(known.unseen) < routing.received:
             known.unseen.popleft()
-        known.load = routing.load
+        known.load, known.step_ends = routing.load, self._clock() + routing.load.step_seconds
         self._count(known)
         if measured := routing.load.prompt_seconds:
             self._unknown = measured
@@ -98,24 +106,28 @@ class FleetRouter:
         # What one engine alone has of a conversation is not given up lightly; what many begin with is soon everywhere.
         shared = bool(known) and self._uses.of(known) >= len(engines)
         sole = 0 if shared else most - second
-        options = list[EngineOption]()
+        options, near, now, tenant = list[EngineOption](), NEAR, self._clock(), request.tenant
         for name in engines:
             engine, blocks, source = self._engines[name], cached.get(name, 0), ""
             missing = tokens - blocks * engine.block_tokens
-            seconds = engine.speed.seconds(engine.tokens + missing)
+            speed, ahead = engine.speed, engine.tokens
+            if engine.load.large and tenant not in engine.load.large:  # which rest meanwhile
+                speed, ahead = speed.first(max(0.0, engine.step_ends - now)), engine.others_tokens
+                near = 1.0  # what is left of the steps is known
+            seconds = speed.seconds(ahead + missing)
             extra = SOLE_COPY * sole * engine.block_tokens * engine.speed.token if blocks < most else 0.0
             if engine.load.fetch_seconds and (having := sources.get(engine.kind)) and cached[having] > blocks:
                 fetched = cached[having] - blocks
                 left = missing - fetched * engine.block_tokens
                 # The other engine looks at what it is asked for between two steps.
                 fetch = FETCH_SECONDS + step_seconds(self._engines[having].load) + fetched * engine.load.fetch_seconds
-                fetch += engine.speed.seconds(engine.tokens + left)
+                fetch += speed.seconds(ahead + left)
                 if fetch < seconds:
                     source, missing, seconds, extra = having, left, fetch, 0.0
             if shared and blocks < most:  # as if it had the prefix: many will find it there
-                seconds = engine.speed.seconds(engine.tokens + tokens - most * engine.block_tokens)
-            options.append(EngineOption(name, seconds + extra, missing, engine.requests, source, known))
-        return ranked(options, session.encode("utf-8", "surrogatepass") or tie)
+                seconds = speed.seconds(ahead + tokens - most * engine.block_tokens)
+            options.append(EngineOption(name, seconds + extra, missing, engine.requests, source, known, tenant))
+        return ranked(options, session.encode("utf-8", "surrogatepass") or tie, near)
 
     def hand_over_pays(self, request: GenerateRequest, source: str, target: str) -> bool:
         """Whether the rest of an answer, with what it takes to move it, comes sooner from ``target`` than from
@@ -142,7 +154,7 @@ class FleetRouter:
         """A request is on its way to the engine of an option: the next choice counts it."""
         engine = self._engines[option.engine]
         engine.sent += 1
-        engine.unseen.append(option.tokens)
+        engine.unseen.append((option.tokens, option.tenant))
         self._count(engine)
         if option.known:
             self._uses.add(option.known)
@@ -175,7 +187,11 @@ class FleetRouter:
         return found
 
     def _count(self, engine: _Engine) -> None:
-        engine.tokens = engine.load.backlog_tokens + sum(engine.unseen)
+        load = engine.load
+        engine.tokens, engine.others_tokens = load.backlog_tokens, load.others_tokens
+        for tokens, tenant in engine.unseen:
+            engine.tokens += tokens
+            engine.others_tokens += 0 if tenant in load.large else tokens
         engine.requests = engine.load.running + engine.load.waiting + len(engine.unseen)
         engine.speed = Speed.of(engine.load, len(engine.unseen), self._unknown)
 
