@@ -5,12 +5,14 @@ What is compared between machines is the database's own clock (:func:`database_s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tapeout.errors import TapeoutError, one_line
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine, MetaData
+    from sqlalchemy import Connection, Engine, MetaData, Table
+    from sqlalchemy.engine.interfaces import ReflectedColumn
 
 CONNECT_SECONDS = 2
 STATEMENT_SECONDS = 5
@@ -54,17 +56,44 @@ def open_database(url: str, purpose: str, *, with_clock: bool = False) -> Engine
 
 
 def create_tables(engine: Engine, metadata: MetaData) -> None:
-    """Those that are missing; several processes may do so at once."""
+    """Those that are missing, and in those of earlier versions room for texts as long as they may be now. Several
+    processes may do so at once, and who creates nothing needs no right to.
+
+    Raises what SQLAlchemy raises, and :class:`DatabaseError` where a column is too short and cannot be changed.
+    """
     import sqlalchemy as sa
     from sqlalchemy.schema import CreateIndex, CreateTable
 
+    postgres = engine.dialect.name == "postgresql"
     with engine.begin() as connection:
-        if engine.dialect.name == "postgresql":  # where "if not exists" alone can still fail
+        if postgres:  # where "if not exists" alone can still fail
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(hashtext('tapeout tables'))"))
+        there = sa.inspect(connection)
         for table in metadata.sorted_tables:
-            connection.execute(CreateTable(table, if_not_exists=True))
+            indexes = set[str | None]()
+            if there.has_table(table.name):
+                indexes = {index["name"] for index in there.get_indexes(table.name)}
+                if postgres:  # SQLite keeps texts of any length
+                    _lengthen(connection, table, there.get_columns(table.name))
+            else:
+                connection.execute(CreateTable(table, if_not_exists=True))
             for index in table.indexes:
-                connection.execute(CreateIndex(index, if_not_exists=True))
+                if index.name not in indexes:
+                    connection.execute(CreateIndex(index, if_not_exists=True))
+
+
+def says_no(error: Exception) -> bool:
+    """The database answers, but not to this user: rights are missing, or the password is wrong. It does not help to
+    wait. ``error``: of SQLAlchemy.
+    """
+    from sqlalchemy import exc
+
+    if isinstance(error, exc.ProgrammingError):
+        return True
+    # A connection that was refused has no code, but psycopg keeps what it was. Servers that start, stop or are full say
+    # so before they ask for a password.
+    refused = getattr(getattr(error, "orig", None), "pgconn", None)
+    return refused is not None and bool(refused.needs_password or refused.used_password)
 
 
 def database_seconds(connection: Connection) -> float:
@@ -74,6 +103,28 @@ def database_seconds(connection: Connection) -> float:
     sqlite = connection.dialect.name == "sqlite"
     clock = "(julianday('now') - 2440587.5) * 86400.0" if sqlite else "extract(epoch from clock_timestamp())"
     return float(connection.execute(sa.text(f"SELECT {clock}")).scalar_one())
+
+
+def _lengthen(connection: Connection, table: Table, columns: Sequence[ReflectedColumn]) -> None:
+    """PostgreSQL does not touch the rows for that."""
+    import sqlalchemy as sa
+    from sqlalchemy import exc
+
+    for column in columns:
+        name = column["name"]
+        found, wanted = (getattr(of, "length", None) for of in (column["type"], table.columns[name].type))
+        if found is None or wanted is None or found >= wanted:
+            continue
+        quote = connection.dialect.identifier_preparer.quote
+        statement = f"ALTER TABLE {quote(table.name)} ALTER COLUMN {quote(name)} TYPE VARCHAR({wanted})"
+        try:
+            connection.execute(sa.text(statement))
+        except exc.ProgrammingError as error:
+            raise DatabaseError(
+                f"the column {name} of {table.name} holds {found} characters, and this user may not change it",
+                expected=f"{wanted} characters",
+                remedy=f"run this as the owner of the table: {statement}",
+            ) from error
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:

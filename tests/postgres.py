@@ -60,7 +60,8 @@ class Postgres:
 
 
 @contextmanager
-def running_postgres() -> Generator[Postgres]:
+def running_postgres(password: str = "") -> Generator[Postgres]:
+    """``password``: that everybody must give, each its own; this one is of the owner ``tapeout``."""
     programs = _programs()
     if programs is None:
         pytest.skip("no postgres; `apt-get install postgresql`")
@@ -73,15 +74,18 @@ def running_postgres() -> Generator[Postgres]:
             nobody = pwd.getpwnam("postgres" if _has_user("postgres") else "nobody")
             os.chown(folder, nobody.pw_uid, nobody.pw_gid)
             user = ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
-        data = str(folder / "data")
+        data, login, authentication = str(folder / "data"), "tapeout", ["--auth=trust"]
+        if password:
+            (secret := folder / "password").write_text(password)
+            login, authentication = f"tapeout:{password}", ["--auth=scram-sha-256", f"--pwfile={secret}"]
         subprocess.run(
-            [*user, str(programs / "initdb"), "-D", data, "-U", "tapeout", "--auth=trust", "--no-sync"],
+            [*user, str(programs / "initdb"), "-D", data, "-U", "tapeout", *authentication, "--no-sync"],
             check=True,
             stdout=subprocess.DEVNULL,
             cwd="/",
         )
         words = [*user, str(programs / "postgres"), "-D", data, "-k", name, "-c", "listen_addresses="]
-        url = f"postgresql+psycopg://tapeout@/postgres?host={name}"
+        url = f"postgresql+psycopg://{login}@/postgres?host={name}"
         found = Postgres(url, subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), words)
         try:
             found.wait()

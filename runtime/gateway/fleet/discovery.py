@@ -33,7 +33,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from runtime.gateway.fleet.external import ExternalServer
 from runtime.gateway.fleet.plan import FleetPlan
-from runtime.gateway.fleet.release import PlanAwayError, PlanFile, PlanStore, ReleasePlan, ReleasePlanError, plan_path
+from runtime.gateway.fleet.release import (
+    PlanAwayError,
+    PlanFile,
+    PlanRefusedError,
+    PlanStore,
+    ReleasePlan,
+    ReleasePlanError,
+    plan_path,
+)
 from runtime.gateway.fleet.scaling import PoolScaling, PoolsSettings, ScalingSettings
 from runtime.wire.address import Address, read_key
 from runtime.wire.messages import Pool
@@ -199,9 +207,12 @@ class FromFile:
         return listing._replace(external=_servers(found), plan=self._read_plan())
 
     def _read_plan(self) -> ReleasePlan | None:
+        """:class:`PlanRefusedError` only at first: whose password changes later goes on with what it knows."""
         try:
             plan = self._plans.read()
         except PlanAwayError as error:
+            if isinstance(error, PlanRefusedError) and not self._read:
+                raise
             if not self._read and self._kept is not None:
                 with suppress(ReleasePlanError):
                     self._plan = self._kept.read()

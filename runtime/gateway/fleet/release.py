@@ -34,6 +34,10 @@ class PlanAwayError(ReleasePlanError):
     """The place of a release plan does not answer now."""
 
 
+class PlanRefusedError(PlanAwayError):
+    """It answers, but not to this user: it does not help to wait."""
+
+
 class ReleasePlan(BaseModel):
     """``stable`` and ``candidate``: digests; engines of others get nothing. ``share``: of the conversations that the
     candidate gets. ``moving``: address of the engine that opens another bundle now. ``least_ready``: engines at any

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from runtime.gateway.fleet.release import PlanAwayError, ReleasePlan, ReleasePlanError, changed_meanwhile
-from tapeout.database import create_tables, open_database
+from runtime.gateway.fleet.release import (
+    PlanAwayError,
+    PlanRefusedError,
+    ReleasePlan,
+    ReleasePlanError,
+    changed_meanwhile,
+)
+from tapeout.database import DatabaseError, create_tables, open_database, says_no
 from tapeout.errors import one_line
 from tapeout.file_errors import file_problem
 
@@ -37,8 +43,8 @@ class PlanTable:
             self._create()
             with self._engine.connect() as connection:
                 found = self._row(connection)
-        except SQLAlchemyError as error:
-            raise self._away(error) from error
+        except (SQLAlchemyError, DatabaseError) as error:
+            raise self._failure(error) from error
         return self._parsed(found)
 
     def write(self, plan: ReleasePlan, before: ReleasePlan | None) -> None:
@@ -60,8 +66,8 @@ class PlanTable:
                         raise changed_meanwhile(self)
         except IntegrityError as error:  # another command has inserted the row
             raise changed_meanwhile(self) from error
-        except SQLAlchemyError as error:
-            raise self._away(error) from error
+        except (SQLAlchemyError, DatabaseError) as error:
+            raise self._failure(error) from error
 
     def _row(self, connection: Connection) -> str | None:
         import sqlalchemy as sa
@@ -79,9 +85,18 @@ class PlanTable:
                 remedy="remove that row, and release again",
             ) from error
 
-    def _away(self, error: Exception) -> PlanAwayError:
+    def _failure(self, error: Exception) -> PlanAwayError:
+        if isinstance(error, DatabaseError):
+            return PlanRefusedError(error.found, expected=error.expected, remedy=error.remedy)
+        cause = one_line(getattr(error, "orig", None) or error)  # without the statement
+        if says_no(error):
+            return PlanRefusedError(
+                f"the database of releases does not let this user in, or not to {self}: {cause}",
+                expected="the right password, and rights to create the table release_plans or to use it",
+                remedy="correct `releases` in the file of the fleet, or give this user these rights",
+            )
         return PlanAwayError(
-            f"the database of the release plan does not answer: {one_line(error)}",
+            f"the database of the release plan does not answer: {cause}",
             expected="a database that answers",
             remedy="start it; a release goes on where it was when its command is run again",
         )
