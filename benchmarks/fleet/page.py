@@ -182,7 +182,7 @@ def page(
         real="" if real is None else REAL.format(**real, table=section(real)),
         apart=""
         if real
-        else " They have not been compared with\nreal replicas yet (`python -m benchmarks.fleet.real`).",
+        else " How far they are from real\nreplicas: `python -m benchmarks.fleet.real` (docs/negative-results.md).",
     )
 
 
