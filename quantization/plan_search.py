@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantization import frontier
 from quantization.calibration import Calibration, sample_hash
@@ -50,9 +50,6 @@ from tapeout.portable_graph import PortableGraph
 from tapeout.recipe import Plan, Quantize
 from tapeout.schemes import Scheme
 from tapeout.state import Recurrent
-
-if TYPE_CHECKING:
-    pass
 
 EMBEDDING_GROUPS = (EMBEDDING, HEAD)
 CHECK_SAMPLES = 2  # times plan.samples, as far as there are so many: one KL of a whole plan decides

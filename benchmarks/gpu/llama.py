@@ -25,6 +25,7 @@ from engines.kernels.cuda.plan import (
     ENDED,
     PLAN_FILE,
     RANKING,
+    VERSION,
     WEIGHTS_FILE,
     LaunchPlan,
     PlacedTensor,
@@ -205,6 +206,7 @@ class _Plan:
         self._linear("lm_head", "logits", normed, shape.vocabulary, shape.hidden, 8, wanted=True)
         self._argmax()
         self.made = LaunchPlan(
+            version=VERSION,
             operations=tuple(self._operations),
             values=self._values,
             tensors={},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.kernels.cuda import HOST_FILE, device, layout
 from engines.kernels.cuda import library as device_library
-from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
+from engines.kernels.cuda.plan import PLAN_FILE, VERSION, LaunchPlan
 from engines.load import at_level, find_target, load, open_probe, runs_here
 from engines.protocol import Draw, Engine, Entry, Filters, Finish, FloatArray, Result
 from engines.targets.cuda import engine as cuda_engine
@@ -376,6 +377,19 @@ def test_an_engine_opens_over_a_driver(
     with stand_in(library, major=9, minor=0), closing(load(bundle.folder)) as engine:
         assert engine.capabilities.threads == 0 and opened.capabilities.threads == 1
         np.testing.assert_array_equal(logits_of(engine.step(step)), logits_of(opened.step(step)))
+
+
+@pytest.mark.parametrize("version", [None, VERSION - 1, VERSION + 1])
+def test_a_plan_of_another_version_is_refused_with_the_command_that_rebuilds_it(
+    bundle: Artifact[EngineBundle], tmp_path: Path, version: int | None
+) -> None:
+    """Planted: a bundle's library is given structures that it does not know, and reads beyond them."""
+    body = json.loads((bundle.folder / PLAN_FILE).read_text())
+    assert body.pop("version") == VERSION
+    (tmp_path / PLAN_FILE).write_text(json.dumps(body | ({} if version is None else {"version": version})))
+    with pytest.raises(ArtifactError, match=f"version {version or 1} of the plan") as caught:
+        cuda_engine.open_engine(replace(bundle, folder=tmp_path), sequences=1)
+    assert "dvc repro build-baseline build-candidate" in caught.value.remedy
 
 
 def test_a_pinned_level_is_all_that_a_bundle_carries(tmp_path: Path) -> None:

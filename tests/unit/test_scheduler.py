@@ -15,6 +15,7 @@ from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
 from runtime.engine.scheduling.tenant_shares import TenantShares
+from runtime.engine.scheduling.waiting import MAX_PASSED
 from runtime.engine.scheduling.work import Finished, Work, WorkResult
 from runtime.simulation.engine import SimulatedEngine
 from runtime.simulation.step_lengths import StepLengths
@@ -735,6 +736,41 @@ def test_some_places_are_kept_from_a_tenant_that_takes_a_large_part() -> None:
     assert engine.scheduler.running == 56 and engine.scheduler.waiting == 14
     engine.add(GenerateRequest("quiet", range(64, 128), 2, tenant="quiet"), range(2), now)
     assert "quiet" in step(engine, now)[0]
+
+
+def test_a_kept_place_is_not_lost_behind_many_requests_that_may_not_have_it() -> None:
+    """Planted: each of them is passed over, and those behind have no turn in the step."""
+    engine, now = shared_engine(60)
+    for number in range(2 * MAX_PASSED):
+        prompt = range(1_000_000 + 1000 * number, 1_000_100 + 1000 * number)
+        engine.add(GenerateRequest(f"more{number}", prompt, 500, tenant="loud", priority=-1), range(500), now)
+    engine.add(GenerateRequest("quiet", range(64, 128), 2, tenant="quiet"), range(2), now)
+    fed = set[str]()
+    for _ in range(10):
+        found, now = step(engine, now)
+        fed |= found.keys()
+    assert "quiet" in fed and not any(id.startswith("more") for id in fed)
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_guesses_go_on_where_tenants_share_an_engine_and_no_prompt_can_be_fed(waiting: int) -> None:
+    """Planted: prompts are put off in every step, whether there are any or not, and guesses with them."""
+    made = scheduler(40, step_tokens=256, max_running=2)
+    for tenant in "ab":
+        made.add(GenerateRequest(tenant, [1, 2, 3], 60, tenant=tenant), 0)
+    while made.waiting or made.feeds_prompts:
+        advance(made)
+    for _ in range(5):
+        made.costs.observe(2, 0, 0, 0.002)
+        made.costs.observe(0, 200, 0, 0.004)
+    for number in range(waiting):  # for a place
+        made.add(GenerateRequest(f"later{number}", [5, 6, 7], 9, tenant="a"), 0)
+    guessed = 0
+    for _ in range(6):
+        works = made.plan(0, {"a": [7] * 8, "b": [7] * 8})
+        guessed += any(work.drafts for work in works)
+        made.commit({work.id: WorkResult([1]) for work in works}, 0.0)
+    assert guessed >= (3 if waiting else 6)
 
 
 def test_a_step_for_which_others_rest_ends_with_the_first_prompt_that_does() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tapeout.artifact import Frozen
 
+VERSION = 2  # raised where a plan or the interface of a bundle's library changes. 2: tokens are drawn
 ENDED = "attention.ended"  # counts of blocks, which are zeros between launches
 RANKING = "ranking"  # the value that has the likeliest tokens
 PLAN_FILE, CONSTANTS_FILE, WEIGHTS_FILE = "plan.json", "constants.bin", "weights.bin"
@@ -41,8 +42,9 @@ class PlanOperation(Frozen):
 
 
 class LaunchPlan(Frozen):
-    """``heads``, ``head_size``: of queries, the most that a layer has."""
+    """``heads``, ``head_size``: of queries, the most that a layer has. ``version``: with which it was written."""
 
+    version: int
     operations: tuple[PlanOperation, ...]
     values: dict[str, PlanValue]
     tensors: dict[str, PlacedTensor]

@@ -18,6 +18,7 @@ from engines.kernels.cuda.plan import (
     CONSTANTS_FILE,
     ENDED,
     RANKING,
+    VERSION,
     WEIGHTS_FILE,
     LaunchPlan,
     PlacedTensor,
@@ -82,6 +83,7 @@ class _Maker:
                 remedy="build this model for ort-cpu",
             )
         return LaunchPlan(
+            version=VERSION,
             operations=tuple(self._operations),
             values=self._values,
             tensors={},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -14,17 +15,25 @@ from engines.kernels.cuda import HOST, HOST_FILE, cubin_file, device
 from engines.kernels.cuda.layout import FEW_ROWS, FEW_TOKENS, RUN_RESULTS, RUN_TOKENS, bucket_of
 from engines.kernels.cuda.library import DeviceEngine, DeviceStep, StepResults
 from engines.kernels.cuda.parameters import DRAW, MOST_TOP
-from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
+from engines.kernels.cuda.plan import PLAN_FILE, VERSION, LaunchPlan
 from engines.kernels.sampling import normalizer
 from engines.protocol import EngineCapabilities, Entry, Finish, FloatArray, Ranked, Result
 from engines.step_inputs import NO_SLOTS, StepPiece, check, not_finite, result_of, runs
 from tapeout.artifact import Artifact, verify_files
-from tapeout.errors import RequestError
+from tapeout.errors import ArtifactError, RequestError
 from tapeout.state import paged_buffers
 
 
 def plan_of(bundle: Artifact[EngineBundle]) -> LaunchPlan:
-    return LaunchPlan.model_validate_json((bundle.folder / PLAN_FILE).read_bytes())
+    """:class:`ArtifactError` for one of another version of this project: its library has another interface."""
+    body = json.loads((bundle.folder / PLAN_FILE).read_bytes())
+    if (found := body.get("version", 1)) != VERSION:
+        raise ArtifactError(
+            f"{bundle.folder} holds version {found} of the plan of kernel launches",
+            expected=f"version {VERSION}, which this Tapeout writes",
+            remedy=bundle.record.remedy,
+        )
+    return LaunchPlan.model_validate(body)
 
 
 def open_device(bundle: Artifact[EngineBundle], plan: LaunchPlan, blocks: int) -> DeviceEngine:

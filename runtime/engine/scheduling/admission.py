@@ -30,15 +30,13 @@ class Admission:
         requests, cache, order = self._requests, self._cache, self._order
         if len(requests.running) >= self._max_running:
             return
-        for sequence in requests.queue.ranked(now):
+        for sequence in requests.queue.ranked(now, self._kept_out):
             if len(requests.running) >= self._max_running:
                 break
             if before is not None and order.rank(sequence, now) >= before:
                 break
             if light and order.heavy(sequence):
                 break
-            if order.large(sequence) and len(requests.running) >= self._kept_from:
-                continue
             match = cache.match(sequence.lease, sequence.tokens, sequence.most_cached)
             if match.awaited:
                 continue
@@ -49,6 +47,10 @@ class Admission:
                 sequence.cached, sequence.lost, sequence.started = match.tokens, match.known - match.tokens, True
             requests.run(sequence)
             yield sequence
+
+    def _kept_out(self, sequence: ScheduledSequence) -> bool:
+        """The places that are left are kept from its tenant."""
+        return len(self._requests.running) >= self._kept_from and self._order.large(sequence)
 
     def _demands(self, candidate: ScheduledSequence, now: float) -> list[Demand]:
         """What a candidate and the running requests are expected to need.

@@ -48,7 +48,7 @@ class StepPlanner:
         if len(prompts) > 1:
             prompts.sort(key=lambda sequence: order.rank(sequence, now))
         rest = order.rest(decoding, prompts, self._requests.queue.groups, self._costs.prompt_seconds, now)
-        fed = 0
+        fed, splits = 0, order.lately_shared
         if rest is not None:
             fed = self._fill(order.light(decoding), order.light(prompts), now, rest=rest)
         if not fed and self._owed and not works:
@@ -56,8 +56,9 @@ class StepPlanner:
             first = [sequence for sequence in decoding if not sequence.answered]
             fed = self._fill(first, prompts, now, most=min(self._owed, self._piece))
             self._owed = self._owed - fed if fed else 0
+            splits = False  # if nothing was fed: there is nothing to put off
         if not fed:  # no prompt could be fed for which others would rest, or that had been put off
-            fed = self._fill(decoding, prompts, now, splits=order.lately_shared)
+            fed = self._fill(decoding, prompts, now, splits=splits and bool(prompts or self._requests.waiting))
         # Not beside prompts: their tokens must be computed in any case, and a guess may be wrong.
         if drafts and not fed and not self._owed and self._cache.trims:
             decodes = len(works)

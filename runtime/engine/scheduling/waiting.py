@@ -52,14 +52,20 @@ class WaitingQueue:
         if not places:
             del self._places[group]
 
-    def ranked(self, now: float) -> Iterator[ScheduledSequence]:
-        """The highest rank first, until ``MAX_PASSED`` were passed over. Sequences may be removed meanwhile."""
+    def ranked(self, now: float, left_out: Callable[[ScheduledSequence], bool]) -> Iterator[ScheduledSequence]:
+        """The highest rank first, until ``MAX_PASSED`` were passed over. Sequences may be removed meanwhile.
+
+        ``left_out``: whether a sequence is, and with it all that follow of its tenant and priority: they are not
+        passed over one by one, or others would not have their turn behind many of them.
+        """
         heads = [(self._rank(self._sequences[places[0][1]], now), group, 0) for group, places in self._places.items()]
         heapify(heads)
         all_passed = 0
         while heads and all_passed <= MAX_PASSED:
             rank, group, passed = heappop(heads)
             sequence = self._sequences[rank[-1]]
+            if left_out(sequence):
+                continue
             yield sequence
             if sequence.id in self._sequences:
                 passed, all_passed = passed + 1, all_passed + 1
