@@ -67,7 +67,7 @@ class TwoLayers:
         return self.table
 
     def teacher_forced(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
         logits, own = self.run(tokens, outputs)
         errors = {n: float(np.linalg.norm(own[n] - v) / np.linalg.norm(v)) for n, v in outputs.items()}
@@ -113,7 +113,7 @@ def test_kl_is_by_definition_locked_and_free() -> None:
     del outputs[HEAD]
     for expected, total in (
         (reference(document), item.free_kl_sum),
-        (reference.teacher_forced(document, outputs)[0], item.kl_sum),
+        (reference.teacher_forced(document, outputs, {})[0], item.kl_sum),
     ):
         p, q = log_softmax(expected), log_softmax(logits)
         assert total == pytest.approx((np.exp(p) * (p - q)).sum(), rel=1e-4, abs=1e-6)
@@ -170,9 +170,9 @@ def test_a_table_of_another_size_is_refused(rows: list[int]) -> None:
 
 class NotANumber(TwoLayers):
     def teacher_forced(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
-        logits, errors = super().teacher_forced(tokens, outputs)
+        logits, errors = super().teacher_forced(tokens, outputs, attention)
         logits[2, 3] = np.nan
         return logits, errors
 
@@ -181,17 +181,17 @@ class NotANumberInside(TwoLayers):
     """One product cannot be computed; with the engine's output in its place, the logits are sound."""
 
     def teacher_forced(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
-        logits, errors = super().teacher_forced(tokens, outputs)
+        logits, errors = super().teacher_forced(tokens, outputs, attention)
         return logits, {**errors, "second.weight": (np.nan, np.nan)}
 
 
 class NothingInside(TwoLayers):
     def teacher_forced(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
-        return super().teacher_forced(tokens, outputs)[0], {}
+        return super().teacher_forced(tokens, outputs, attention)[0], {}
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def test_weights_beyond_the_bound_are_held_during_their_calls_only(
     bounded = QuantizedReference(folder, int8_activations=True)
     np.testing.assert_array_equal(bounded(tokens), whole(tokens))
     outputs = {"model.layers.1.mlp.down_proj.weight": np.ones((len(tokens), 128), np.float32)}
-    logits, errors = bounded.teacher_forced(tokens, outputs)
-    expected, others = whole.teacher_forced(tokens, outputs)
+    logits, errors = bounded.teacher_forced(tokens, outputs, {})
+    expected, others = whole.teacher_forced(tokens, outputs, {})
     np.testing.assert_array_equal(logits, expected)
     assert errors == others
 
