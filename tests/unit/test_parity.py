@@ -54,6 +54,9 @@ class TwoLayers:
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
         return self.run(tokens, {})[0]
 
+    def attention_errors(self) -> dict[str, tuple[float, float]]:
+        return {}
+
     def states(self) -> dict[str, list[FloatArray]]:
         return {}
 
@@ -82,6 +85,9 @@ class Inside:
 
     def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
         return self.model.run(tokens, {})
+
+    def attention(self) -> dict[str, FloatArray]:
+        return {}
 
     def states(self) -> dict[str, FloatArray]:
         return {}
@@ -187,6 +193,11 @@ class NotANumberInside(TwoLayers):
         return logits, {**errors, "second.weight": (np.nan, np.nan)}
 
 
+class NotANumberOfAttention(TwoLayers):
+    def attention_errors(self) -> dict[str, tuple[float, float]]:
+        return {"second.weight": (0.0, np.inf)}
+
+
 class NothingInside(TwoLayers):
     def teacher_forced(
         self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
@@ -200,7 +211,12 @@ class NothingInside(TwoLayers):
         (TwoLayers(), [], "no documents"),
         (TwoLayers(vocab=VOCAB + 1), [[1, 2]], r"\(2, 32\) logits from the engine, \(2, 33\)"),
         (NotANumber(), [[1, 2, 3, 4]], "reference returned NaN or infinite logits at position 2"),
-        (NotANumberInside(), [[1, 2, 3, 4]], r"the error of second\.weight is nan"),
+        (NotANumberInside(), [[1, 2, 3, 4]], r"the error of second\.weight is nan, nan at the worst"),
+        (
+            NotANumberOfAttention(),
+            [[1, 2, 3, 4]],
+            r"the error of attention before second\.weight is 0\.0, inf at the worst",
+        ),
         (NothingInside(), [[1, 2, 3, 4]], "no linear to compare but the output head"),
     ],
 )

@@ -31,10 +31,11 @@ class ParityItem(Frozen):
     ``kl_sum``, ``kl_max`` and ``agree`` are of logits with every linear locked to the engine's output. ``errors``: of
     each of those linears, relative, over the document. ``position_error``: the largest one at any one position, of
     ``position_linear``. ``attention_errors``: of what attention gave, by the linear that reads it, relative, where the
-    engine computes it in 16 bits; ``attention_position_error``: the largest one at any one position. ``state_errors``: of the recurrent state that the document leaves, relative. ``free_*`` are of
-    both running freely; None where that was not measured. ``state_kl_sum``: of the quantized model with states in
-    float32 and in bfloat16, activations in float; None where states are in float32. ``visits``: of each layer with
-    experts, by its down projection, how many tokens chose each expert.
+    engine computes it in 16 bits; ``attention_position_error``: the largest one at any one position. ``state_errors``:
+    of the recurrent state that the document leaves, relative. ``free_*`` are of both running freely; None where that
+    was not measured. ``state_kl_sum``: of the quantized model with states in float32 and in bfloat16, activations in
+    float; None where states are in float32. ``visits``: of each layer with experts, by its down projection, how many
+    tokens chose each expert.
     """
 
     doc_hash: str

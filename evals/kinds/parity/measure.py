@@ -251,10 +251,10 @@ def _require_errors(errors: Mapping[str, tuple[float, float]]) -> None:
 
 
 def _require_finite(errors: Mapping[str, tuple[float, float]], what: str = "") -> None:
-    for name, found in errors.items():
-        if not all(map(math.isfinite, found)):
+    for name, (whole, worst) in errors.items():
+        if not (math.isfinite(whole) and math.isfinite(worst)):
             raise EvidenceError(
-                f"the error of {what}{name} is {found[0]}",
+                f"the error of {what}{name} is {whole}, {worst} at the worst position",
                 expected="finite outputs of the engine and of the reference",
                 remedy="`tapeout inspect` shows the scales and kernels; then quantize and build again",
             )
