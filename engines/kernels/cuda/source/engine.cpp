@@ -280,12 +280,8 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
 static const void* result_of(const StepInputs* step, const Operation* o, size_t* bytes) {
   const int rows = o->wanted ? step->P : step->M;
   switch (o->kind) {
-    case LINEAR:
-      *bytes = (size_t)rows * (size_t)o->linear.weight.N * sizeof(float);
-      return o->linear.y;
-    case GATHER:
-      *bytes = (size_t)rows * (size_t)o->gather.weight.K * sizeof(float);
-      return o->gather.y;
+    case LINEAR: *bytes = (size_t)rows * (size_t)o->linear.weight.N * sizeof(float); return o->linear.y;
+    case GATHER: *bytes = (size_t)rows * (size_t)o->gather.weight.K * sizeof(float); return o->gather.y;
     case ATTENTION:
       *bytes = (size_t)rows * (size_t)o->attention.H * (size_t)o->attention.D * sizeof(uint16_t);
       return o->attention.y;
