@@ -94,6 +94,9 @@ class OrtProbe:
         self._states = {name: as_floats(state) for name, state in states.items()}
         return values
 
+    def attention(self) -> Mapping[str, FloatArray]:
+        return {}
+
     def states(self) -> Mapping[str, FloatArray]:
         return self._states
 

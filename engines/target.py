@@ -43,6 +43,13 @@ class Probe(Protocol):
         """Logits ``[S, V]`` of one document, and each linear's output ``[S, out]`` by parameter name."""
         ...
 
+    def attention(self) -> Mapping[str, FloatArray]:
+        """What attention gave in the last call, ``[S, in]``, by the parameter name of the linear that reads it.
+
+        Parity judges both on their own. Empty where attention computes in float32: the error of that linear tells.
+        """
+        ...
+
     def states(self) -> Mapping[str, FloatArray]:
         """Recurrent state that the tokens of the last call left, by name ``LAYER.TENSOR``, in the graph's order."""
         ...

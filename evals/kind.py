@@ -99,9 +99,18 @@ class ReferenceModel(Protocol):
     def __call__(self, tokens: Sequence[int]) -> FloatArray: ...
 
     def teacher_forced(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
-        """Logits, and of each linear the relative error over the document and at the worst position."""
+        """Logits, and of each linear the relative error over the document and at the worst position.
+
+        ``attention``: see :meth:`engines.target.Probe.attention`; linears read that in place of the model's own.
+        """
+        ...
+
+    def attention_errors(self) -> Mapping[str, tuple[float, float]]:
+        """Of each attention that the last call of ``teacher_forced`` was given, by the linear that reads it: the
+        relative error over the document and at the worst position, given the same outputs of linears before.
+        """
         ...
 
     def states(self) -> Mapping[str, Sequence[FloatArray]]:

@@ -44,6 +44,7 @@ from tapeout.quantized import QuantizedWeight, is_e4m3
 from tapeout.resources import require
 
 FloatArray = NDArray[np.float32]
+Errors = dict[str, tuple[float, float]]  # relative, over a document and at the worst position
 TINY = 1e-30
 
 
@@ -76,6 +77,7 @@ class QuantizedReference:
         self._mixtures = dict(_mixtures(self.model))
         self._chosen: dict[str, list[int]] = {}
         self._visits: dict[str, list[int]] = {}
+        self._attention_errors: Errors = {}
         self._rounds_states, self._rounds_inputs = recurrent_state == "bfloat16", True
         for module, grid in linears:
             if grid.input_scale is not None or (fp8_activations if grid.by_token else int8_activations):
@@ -114,8 +116,8 @@ class QuantizedReference:
         return self.model.get_input_embeddings().weight.detach().numpy()
 
     def teacher_forced(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
-    ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
+    ) -> tuple[FloatArray, Errors]:
         """Logits ``[S, V]`` with every linear's output exchanged for ``outputs[parameter] [S, out]``, and the errors.
 
         The error of a linear is the root mean square of what it made of its input, less ``outputs``, over the root
@@ -125,24 +127,32 @@ class QuantizedReference:
         change of 1e-6 in the embeddings alone moves the logits of the int8 model by a KL of 0.005
         (docs/negative-results.md). The experts of a layer are one linear here, by the name of their down projection:
         what they add up to for each token is exchanged, so that both sides' routers read the same.
+
+        ``attention``, what the engine's attention gave, ``[S, in]`` by the linear that reads it, is exchanged before it
+        is rounded, and has errors of its own (:meth:`attention_errors`): where attention computes in 16 bits, rounding
+        to E4M3 makes a linear's error of 0.005 out of one of 0.0005, and would hide what is wrong with the linear.
         """
         names = {id(p): n for n, p in self.model.named_parameters(remove_duplicate=False)}
-        errors: dict[str, tuple[float, float]] = {}
+        errors: Errors = {}
+        found: Errors = {}
         handles: list[Any] = []
         for module in self.model.modules():
             experts = calls_interface(module)
             name = names.get(id(getattr(module, "down_proj" if experts else "weight", None)), "")
             if name in outputs and (experts or isinstance(module, torch.nn.Linear | Conv1D)):
                 handles.append(module.register_forward_hook(_exchange(name, outputs[name], errors)))
+                if name in attention:
+                    exchange = partial(_exchanged, name, attention[name], found)
+                    handles.append(module.register_forward_pre_hook(input_hook(exchange), prepend=True))
         self._states = {}
         try:
             with self._states_kept(), state_left(self.model, self._keep):
                 logits = self._logits(tokens)
-            self._visits = self._chosen
+            self._visits, self._attention_errors = self._chosen, found
         finally:
             for handle in handles:
                 handle.remove()
-        missing = outputs.keys() - errors.keys()
+        missing = (outputs.keys() - errors.keys()) | (attention.keys() - found.keys())
         if missing:
             raise QuantizationError(
                 f"{type(self.model).__name__} has no linear {min(missing)}",
@@ -150,6 +160,10 @@ class QuantizedReference:
                 remedy="build the engine from this checkpoint",
             )
         return logits, errors
+
+    def attention_errors(self) -> Errors:
+        """Of each attention that the last :meth:`teacher_forced` was given, as errors of linears there."""
+        return self._attention_errors
 
     def states(self) -> dict[str, list[FloatArray]]:
         """Recurrent state that the tokens of the last :meth:`teacher_forced` left, by the name of its tensor, in the
@@ -225,7 +239,10 @@ def round_static(inputs: Tensor, step: float) -> Tensor:
 def round_by_token(inputs: Tensor) -> Tensor:
     """``[..., K]`` to the nearest E4M3 times the scale of its row, under which the largest number is 448."""
     largest = inputs.abs().amax(-1, keepdim=True)
-    return _nearest_e4m3(inputs * torch.where(largest > 0, LARGEST["fp8"] / largest, 0.0)) * (largest / LARGEST["fp8"])
+    # Two tensors: torch takes a number over a tensor for a multiple of the reciprocal, whose last bit is off in one of
+    # four. Kernels divide, and many inputs in 16 bits lie just between two codes.
+    inverse = torch.where(largest > 0, torch.full_like(largest, LARGEST["fp8"]) / largest, 0.0)
+    return _nearest_e4m3(inputs * inverse) * (largest / LARGEST["fp8"])
 
 
 def round_fp8(inputs: Tensor, scale: float) -> Tensor:
@@ -283,18 +300,20 @@ def input_hook(rounding: Callable[[Tensor], Tensor]) -> Any:
     return lambda _module, inputs: (rounding(inputs[0]), *inputs[1:])
 
 
-def _exchange(name: str, value: FloatArray, errors: dict[str, tuple[float, float]]) -> Any:
-    def hook(_: Any, __: Any, output: Tensor) -> Tensor:
-        given = torch.from_numpy(np.ascontiguousarray(value))  # read here: all values may be larger than the memory
-        own = output.reshape(given.shape)
-        off, size = (own - given).square().sum(1), given.square().sum(1)
-        whole = (off.sum() / size.sum().clamp_min(TINY)).sqrt()
-        # Against no less than the median: an output near zero has no digits to be wrong in.
-        worst = (off / size.clamp_min(max(float(size.median()), TINY))).max().sqrt()
-        errors[name] = (float(whole), float(worst))
-        return given.reshape(output.shape)
+def _exchange(name: str, value: FloatArray, errors: Errors) -> Any:
+    """A forward hook of a linear."""
+    return lambda _module, _inputs, output: _exchanged(name, value, errors, output)
 
-    return hook
+
+def _exchanged(name: str, value: FloatArray, errors: Errors, own: Tensor) -> Tensor:
+    """``value [S, channels]`` in the place of ``own``, whose errors against it are kept."""
+    given = torch.from_numpy(np.ascontiguousarray(value))  # read here: all values may be larger than the memory
+    off, size = (own.reshape(given.shape) - given).square().sum(1), given.square().sum(1)
+    whole = (off.sum() / size.sum().clamp_min(TINY)).sqrt()
+    # Against no less than the median: a value near zero has no digits to be wrong in.
+    worst = (off / size.clamp_min(max(float(size.median()), TINY))).max().sqrt()
+    errors[name] = (float(whole), float(worst))
+    return given.reshape(own.shape)
 
 
 ExpertGrids = dict[tuple[torch.nn.Module, int], InputGrid]  # by module and number of a projection among its inputs

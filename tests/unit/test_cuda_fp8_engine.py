@@ -126,7 +126,7 @@ def test_a_cache_in_float16_is_what_the_reference_has_too(graph: Artifact[Portab
     behind: dict[bool, float] = {}
     for half in (True, False):
         reference = QuantizedReference(quantized.folder, fp8_activations=True, half_cache=half)
-        errors = {name: whole for name, (whole, _) in reference.teacher_forced(words(90, 3), outputs)[1].items()}
+        errors = {name: whole for name, (whole, _) in reference.teacher_forced(words(90, 3), outputs, {})[1].items()}
         behind[half] = max(error for name, error in errors.items() if "o_proj" in name)
         assert max(error for name, error in errors.items() if "o_proj" not in name) < 1e-3
     assert behind[True] < behind[False] < 0.01, behind

@@ -331,6 +331,25 @@ def without(*names: str) -> Evidence:
     return replace(evidence, reports={name: r for name, r in evidence.reports.items() if name not in names})
 
 
+BEHIND = "other.5"  # of the linears of `parity_items`
+
+
+def of_attention(error: float, position: float) -> Evidence:
+    """Attention before one linear is judged on its own: one document has these errors, all others half of them."""
+
+    def changed(number: int, item: ParityItem) -> ParityItem:
+        share = 1 if number == 7 else 0.5
+        return item.model_copy(
+            update={"attention_errors": {BEHIND: share * error}, "attention_position_error": share * position}
+        )
+
+    evidence = make(parity=tuple(changed(number, item) for number, item in enumerate(parity_items())))
+    found = evidence.reports["parity"]
+    return with_reports(
+        evidence, parity=replace(found, record=found.record.model_copy(update={"attention": (BEHIND,)}))
+    )
+
+
 EXPERTS = "layers.3.mlp.experts.down_proj"
 
 
@@ -435,6 +454,10 @@ BOUNDARIES: list[tuple[str, Evidence, Outcome]] = [
     ("parity_mean_error", make(parity=parity_items(worst=0.04)), Outcome.FAIL),
     ("parity_position_error", make(parity=parity_items(worst=0.02)), Outcome.PASS),
     ("parity_position_error", make(parity=parity_items(worst=0.03)), Outcome.FAIL),
+    ("parity_attention_error", of_attention(0.0019, 0.0099), Outcome.PASS),
+    ("parity_attention_error", of_attention(0.0021, 0.0099), Outcome.FAIL),
+    ("parity_attention_position_error", of_attention(0.0019, 0.0099), Outcome.PASS),
+    ("parity_attention_position_error", of_attention(0.0019, 0.0101), Outcome.FAIL),
     ("parity_document_kl", make(parity=parity_items(kl=9e-3)), Outcome.PASS),
     ("parity_document_kl", make(parity=parity_items(kl=2e-2)), Outcome.FAIL),
     ("document_kl", make(texts=text_items(kl=0.09)), Outcome.PASS),
@@ -782,6 +805,26 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
     "experts without outputs": (
         with_report("parity", make(parity=parity_items()), experts={EXPERTS: 4}),
         "names experts whose outputs it does not compare",
+    ),
+    "a text without attention": (
+        with_item("parity", of_attention(1e-4, 1e-4), attention_errors={}),
+        "does not compare every attention on every document",
+    ),
+    "attention of no linear": (
+        with_items(
+            with_report("parity", attention=("other.500",)),
+            "parity",
+            lambda item: item.model_copy(update={"attention_errors": {"other.500": 0.0}}),
+        ),
+        "names attention before linears whose outputs it does not compare",
+    ),
+    "NaN of attention": (
+        with_item("parity", of_attention(1e-4, 1e-4), attention_errors={BEHIND: math.nan}),
+        "have no finite error",
+    ),
+    "NaN of attention at a position": (
+        with_item("parity", of_attention(1e-4, 1e-4), attention_position_error=math.nan),
+        "have no finite error",
     ),
     "a token too many": (
         with_item("parity", ALL_EXPERTS, visits={EXPERTS: (200, 200, 1, 0)}),

@@ -54,6 +54,9 @@ class TwoLayers:
     def __call__(self, tokens: Sequence[int]) -> FloatArray:
         return self.run(tokens, {})[0]
 
+    def attention_errors(self) -> dict[str, tuple[float, float]]:
+        return {}
+
     def states(self) -> dict[str, list[FloatArray]]:
         return {}
 
@@ -67,7 +70,7 @@ class TwoLayers:
         return self.table
 
     def teacher_forced(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
         logits, own = self.run(tokens, outputs)
         errors = {n: float(np.linalg.norm(own[n] - v) / np.linalg.norm(v)) for n, v in outputs.items()}
@@ -82,6 +85,9 @@ class Inside:
 
     def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
         return self.model.run(tokens, {})
+
+    def attention(self) -> dict[str, FloatArray]:
+        return {}
 
     def states(self) -> dict[str, FloatArray]:
         return {}
@@ -113,7 +119,7 @@ def test_kl_is_by_definition_locked_and_free() -> None:
     del outputs[HEAD]
     for expected, total in (
         (reference(document), item.free_kl_sum),
-        (reference.teacher_forced(document, outputs)[0], item.kl_sum),
+        (reference.teacher_forced(document, outputs, {})[0], item.kl_sum),
     ):
         p, q = log_softmax(expected), log_softmax(logits)
         assert total == pytest.approx((np.exp(p) * (p - q)).sum(), rel=1e-4, abs=1e-6)
@@ -170,9 +176,9 @@ def test_a_table_of_another_size_is_refused(rows: list[int]) -> None:
 
 class NotANumber(TwoLayers):
     def teacher_forced(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
-        logits, errors = super().teacher_forced(tokens, outputs)
+        logits, errors = super().teacher_forced(tokens, outputs, attention)
         logits[2, 3] = np.nan
         return logits, errors
 
@@ -181,17 +187,22 @@ class NotANumberInside(TwoLayers):
     """One product cannot be computed; with the engine's output in its place, the logits are sound."""
 
     def teacher_forced(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
-        logits, errors = super().teacher_forced(tokens, outputs)
+        logits, errors = super().teacher_forced(tokens, outputs, attention)
         return logits, {**errors, "second.weight": (np.nan, np.nan)}
+
+
+class NotANumberOfAttention(TwoLayers):
+    def attention_errors(self) -> dict[str, tuple[float, float]]:
+        return {"second.weight": (0.0, np.inf)}
 
 
 class NothingInside(TwoLayers):
     def teacher_forced(
-        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray]
+        self, tokens: Sequence[int], outputs: Mapping[str, FloatArray], attention: Mapping[str, FloatArray]
     ) -> tuple[FloatArray, dict[str, tuple[float, float]]]:
-        return super().teacher_forced(tokens, outputs)[0], {}
+        return super().teacher_forced(tokens, outputs, attention)[0], {}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +211,12 @@ class NothingInside(TwoLayers):
         (TwoLayers(), [], "no documents"),
         (TwoLayers(vocab=VOCAB + 1), [[1, 2]], r"\(2, 32\) logits from the engine, \(2, 33\)"),
         (NotANumber(), [[1, 2, 3, 4]], "reference returned NaN or infinite logits at position 2"),
-        (NotANumberInside(), [[1, 2, 3, 4]], r"the error of second\.weight is nan"),
+        (NotANumberInside(), [[1, 2, 3, 4]], r"the error of second\.weight is nan, nan at the worst"),
+        (
+            NotANumberOfAttention(),
+            [[1, 2, 3, 4]],
+            r"the error of attention before second\.weight is 0\.0, inf at the worst",
+        ),
         (NothingInside(), [[1, 2, 3, 4]], "no linear to compare but the output head"),
     ],
 )

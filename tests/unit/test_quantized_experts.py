@@ -309,9 +309,9 @@ def test_outputs_of_experts_can_be_exchanged(mixture: Mixture) -> None:
     free = reference(tokens)
     handle.remove()
     given = found[0].reshape(len(tokens), -1).numpy()
-    logits, errors = reference.teacher_forced(tokens, {DOWN: given})
+    logits, errors = reference.teacher_forced(tokens, {DOWN: given}, {})
     assert errors == {DOWN: (0.0, 0.0)} and np.array_equal(logits, free)
-    logits, errors = reference.teacher_forced(tokens, {DOWN: 2 * given})
+    logits, errors = reference.teacher_forced(tokens, {DOWN: 2 * given}, {})
     assert errors[DOWN][0] == pytest.approx(0.5) and not np.allclose(logits, free, atol=1e-3)
 
 

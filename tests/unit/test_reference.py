@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -19,7 +20,7 @@ from safetensors.numpy import save_file
 from quantization import kv_cache
 from quantization.checkpoint import KV_SCALES, KVScales
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
-from quantization.reference import QuantizedReference, round_activations, round_to_grid
+from quantization.reference import QuantizedReference, round_activations, round_by_token, round_to_grid
 from tapeout.errors import ModelError, QuantizationError
 from tapeout.quantized import QuantizedWeight, round_to_nearest
 from tapeout.schemes import Scheme
@@ -90,8 +91,8 @@ def test_weights_beyond_the_bound_are_held_during_their_calls_only(
     bounded = QuantizedReference(folder, int8_activations=True)
     np.testing.assert_array_equal(bounded(tokens), whole(tokens))
     outputs = {"model.layers.1.mlp.down_proj.weight": np.ones((len(tokens), 128), np.float32)}
-    logits, errors = bounded.teacher_forced(tokens, outputs)
-    expected, others = whole.teacher_forced(tokens, outputs)
+    logits, errors = bounded.teacher_forced(tokens, outputs, {})
+    expected, others = whole.teacher_forced(tokens, outputs, {})
     np.testing.assert_array_equal(logits, expected)
     assert errors == others
 
@@ -226,6 +227,14 @@ def mat_mul_n_bits(inputs: np.ndarray, linear: QuantizedWeight) -> np.ndarray:
     onnx.checker.check_model(model)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, {"x": inputs})[0]
+
+
+def test_inputs_in_16_bits_fall_on_the_codes_of_a_division() -> None:
+    """Of the largest by 448, as kernels have it: many lie as near to one code as to the next."""
+    inputs = np.random.default_rng(5).normal(size=(200, 64)).astype(np.float16).astype(np.float32)
+    largest = np.abs(inputs).max(axis=1, keepdims=True)
+    codes = (inputs * (np.float32(448) / largest)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(round_by_token(torch.from_numpy(inputs)).numpy(), codes * (largest / np.float32(448)))
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="Arm's kernels quantize whole rows")

@@ -153,8 +153,10 @@ class DeviceEngine:
 
         return finish
 
-    def trace(self, step: DeviceStep, outputs: Sequence[NDArray[np.float32] | None]) -> None:
-        """Run as many operations as there are ``outputs``, and fill these: of linears, and of the embedding."""
+    def trace(self, step: DeviceStep, outputs: Sequence[NDArray[np.float32 | np.float16] | None]) -> None:
+        """Run as many operations as there are ``outputs``, and fill these: of linears and the embedding in float32, of
+        attention in float16.
+        """
         pointers = (ctypes.c_void_p * len(outputs))(*(None if one is None else one.ctypes.data for one in outputs))
         inputs = _inputs(step)
         self._check(self._library.tapeout_cuda_trace(self._engine, ctypes.byref(inputs), len(outputs), pointers))

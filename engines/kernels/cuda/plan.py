@@ -68,3 +68,16 @@ class LaunchPlan(Frozen):
                 cache = codes if "key_scales" in one.pointers else "Half"
                 found |= {f"CACHE_{cache}", f"ATTENTION_{cache}_{one.numbers['D']}"}
         return tuple(sorted(found))
+
+    @property
+    def behind_attention(self) -> dict[str, str]:
+        """Of each linear that reads what attention gives, rounded to E4M3 or not: its result to that of attention."""
+        source, behind = dict[str, str](), dict[str, str]()
+        for one in self.operations:
+            if one.kind == "attention":
+                source[one.pointers["y"]] = one.pointers["y"]
+            elif one.kind == "quantize" and one.pointers["x"] in source:
+                source[one.pointers["y"]] = source[one.pointers["x"]]
+            elif one.kind == "linear" and one.pointers["x"] in source:
+                behind[one.pointers["y"]] = source[one.pointers["x"]]
+        return behind

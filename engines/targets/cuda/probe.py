@@ -13,6 +13,8 @@ from engines.protocol import FloatArray
 from engines.targets.cuda.engine import open_device, plan_of
 from tapeout.artifact import Artifact
 
+TRACED = {"linear": np.float32, "attention": np.float16}  # operations, and what they write
+
 
 class CudaProbe:
     """See :class:`engines.target.Probe`. A document is fed in pieces of as many tokens as may have logits."""
@@ -21,24 +23,32 @@ class CudaProbe:
         self._record, self._plan = bundle.record, plan_of(bundle)
         self._columns = -(-self._record.io.max_tokens // BLOCK_TOKENS)
         self._device = open_device(bundle, self._plan, self._columns)
+        self._attention: dict[str, FloatArray] = {}
 
     def __call__(self, tokens: Sequence[int]) -> tuple[FloatArray, dict[str, FloatArray]]:
-        linears = [one.pointers["y"] if one.kind == "linear" else "" for one in self._plan.operations]
-        values = {
-            name: np.empty((len(tokens), self._plan.values[name].row_bytes // 4), np.float32)
-            for name in linears
-            if name
-        }
+        traced = [one.pointers["y"] if one.kind in TRACED else "" for one in self._plan.operations]
+        values = dict[str, np.ndarray]()
+        for one in self._plan.operations:
+            if one.kind in TRACED:
+                dtype, name = np.dtype(TRACED[one.kind]), one.pointers["y"]
+                values[name] = np.empty((len(tokens), self._plan.values[name].row_bytes // dtype.itemsize), dtype)
         for start in range(0, len(tokens), RUN_RESULTS):
             piece = tokens[start : start + RUN_RESULTS]
-            outputs = [values[name][start : start + len(piece)] if name else None for name in linears]
+            outputs = [values[name][start : start + len(piece)] if name else None for name in traced]
             self._device.trace(self._step(piece, start), outputs)
-        found = dict[str, FloatArray]()
+        found, behind = dict[str, FloatArray](), self._plan.behind_attention
+        self._attention = {}
         for linear in self._record.linear_outputs:
             edges = np.cumsum((0, *linear.rows))
             for weight, begin, end in zip(linear.weights, edges, edges[1:], strict=False):
                 found[weight] = values[linear.value][:, begin:end]
+                if linear.value in behind:
+                    self._attention[weight] = values[behind[linear.value]].astype(np.float32)
         return values[self._plan.logits], found
+
+    def attention(self) -> Mapping[str, FloatArray]:
+        """Of kernels that round queries, weights of the softmax and results to float16."""
+        return self._attention
 
     def states(self) -> Mapping[str, FloatArray]:
         """None: models with recurrent state are refused."""

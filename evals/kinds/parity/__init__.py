@@ -30,10 +30,12 @@ class ParityItem(Frozen):
 
     ``kl_sum``, ``kl_max`` and ``agree`` are of logits with every linear locked to the engine's output. ``errors``: of
     each of those linears, relative, over the document. ``position_error``: the largest one at any one position, of
-    ``position_linear``. ``state_errors``: of the recurrent state that the document leaves, relative. ``free_*`` are of
-    both running freely; None where that was not measured. ``state_kl_sum``: of the quantized model with states in
-    float32 and in bfloat16, activations in float; None where states are in float32. ``visits``: of each layer with
-    experts, by its down projection, how many tokens chose each expert.
+    ``position_linear``. ``attention_errors``: of what attention gave, by the linear that reads it, relative, where the
+    engine computes it in 16 bits; ``attention_position_error``: the largest one at any one position. ``state_errors``:
+    of the recurrent state that the document leaves, relative. ``free_*`` are of both running freely; None where that
+    was not measured. ``state_kl_sum``: of the quantized model with states in float32 and in bfloat16, activations in
+    float; None where states are in float32. ``visits``: of each layer with experts, by its down projection, how many
+    tokens chose each expert.
     """
 
     doc_hash: str
@@ -44,6 +46,8 @@ class ParityItem(Frozen):
     errors: dict[str, float]
     position_error: float
     position_linear: str
+    attention_errors: dict[str, float] = Field(default_factory=dict[str, float])
+    attention_position_error: float = 0.0
     state_errors: dict[str, float] = Field(default_factory=dict[str, float])
     state_kl_sum: float | None = None
     visits: dict[str, tuple[int, ...]] = Field(default_factory=dict[str, tuple[int, ...]])
@@ -77,7 +81,7 @@ class TableError(Frozen):
 class ParityReport(EvidenceRecord):
     artifact_type: ClassVar[str] = "ParityReport"
     remedy: ClassVar[str] = "run `dvc repro parity`"
-    schema_version: ClassVar[int] = 6
+    schema_version: ClassVar[int] = 7
     parent_types: ClassVar[ParentTypes] = {"candidate": ("EngineBundle",), "quantized": ("QuantizedModel",)}
 
     candidate: str
@@ -85,6 +89,7 @@ class ParityReport(EvidenceRecord):
     documents: int
     vocabulary: int  # of the candidate
     max_tokens: int  # of the candidate
+    attention: tuple[str, ...] = ()  # linears of the candidate behind attention that is judged on its own
     states: tuple[str, ...] = ()  # recurrent state of the candidate, LAYER.TENSOR
     half_states: tuple[str, ...] = ()  # of these, the ones in bfloat16
     experts: dict[str, int] = Field(default_factory=dict[str, int])  # of each layer with experts, as ``visits``
@@ -102,6 +107,9 @@ class ParityBounds(DocumentBounds):
     max_parity_error: float = Field(default=0.01, gt=0, le=0.5)  # relative, of any one linear on any document
     max_parity_mean_error: float = Field(default=3e-4, gt=0, le=0.1)  # of all linears together
     max_parity_position_error: float = Field(default=0.05, gt=0, le=0.5)  # of any one linear at any one position
+    # Of attention in 16 bits, where it is judged on its own, of any one layer on any document; at any one position.
+    max_parity_attention_error: float = Field(default=0.002, gt=0, le=0.1)
+    max_parity_attention_position_error: float = Field(default=0.01, gt=0, le=0.5)
     max_parity_row_error: float = Field(default=0.01, gt=0, le=0.5)  # of any one row of embedding and head
     max_parity_state_error: float = Field(default=1e-4, gt=0, le=0.1)  # relative, of any one state a document leaves
     # Of one in bfloat16: a number between two of them may fall on either side, and stays there while little decays.
@@ -192,6 +200,7 @@ class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
                     bounds.max_parity_row_error,
                     "tables",
                 ),
+                *_attention_checks(report, bounds),
                 *_state_checks(report, bounds),
                 *_expert_checks(report, bounds),
                 at_most(
@@ -218,7 +227,11 @@ RULES: tuple[Rule[ParityItem], ...] = (
         "have no finite error",
         lambda i: (
             not i.errors
-            or not all(0 <= e < math.inf for e in (*i.errors.values(), i.position_error, *i.state_errors.values()))
+            or not all(
+                0 <= error < math.inf
+                for errors in (i.errors, i.attention_errors, i.state_errors)
+                for error in (*errors.values(), i.position_error, i.attention_position_error)
+            )
             or not 0 <= (i.state_kl_sum or 0) < math.inf
         ),
     ),
@@ -246,6 +259,10 @@ def _incomplete(report: Report[ParityReport, ParityItem]) -> list[str]:
     ]
     if items and (longest := max(item.tokens for item in items)) < record.max_tokens:
         problems.append(f"ParityReport reaches {longest} positions, of {record.max_tokens}")
+    if any(item.attention_errors.keys() != set(record.attention) for item in items):
+        problems.append("ParityReport does not compare every attention on every document")
+    if not set(record.attention) <= {name for item in items for name in item.errors}:
+        problems.append("ParityReport names attention before linears whose outputs it does not compare")
     if any(item.state_errors.keys() != set(record.states) for item in items):
         problems.append("ParityReport does not compare every recurrent state on every document")
     if not set(record.half_states) <= set(record.states):
@@ -259,6 +276,32 @@ def _incomplete(report: Report[ParityReport, ParityItem]) -> list[str]:
     if len({frozenset(item.errors) for item in items}) > 1:
         problems.append("ParityReport compares other linears on some documents than on others")
     return problems
+
+
+def _attention_checks(report: Report[ParityReport, ParityItem], bounds: ParityBounds) -> list[Check]:
+    """None where the error of the linear that reads attention tells what is wrong with it."""
+    if not report.record.attention:
+        return []
+    return [
+        at_most(
+            "parity_attention_error",
+            "largest relative error of attention, engine against quantized model",
+            {
+                f"attention before {name} on document {short(item.doc_hash)}": error
+                for item in report.items
+                for name, error in item.attention_errors.items()
+            },
+            bounds.max_parity_attention_error,
+            "layers",
+        ),
+        at_most(
+            "parity_attention_position_error",
+            "largest relative error of attention at one position, engine against quantized model",
+            {f"document {short(item.doc_hash)}": item.attention_position_error for item in report.items},
+            bounds.max_parity_attention_position_error,
+            "documents",
+        ),
+    ]
 
 
 def _state_checks(report: Report[ParityReport, ParityItem], bounds: ParityBounds) -> list[Check]:

@@ -1,7 +1,8 @@
 """Parity: does the engine compute what the quantized checkpoint it was built from says?
 
 Judged with every linear of the reference locked to what the engine returned for it, so that each is held to its own
-work (quantization/reference.py says why); both running freely is kept beside it. The engine and the reference are
+work (quantization/reference.py says why), and attention, too, where the engine computes it in 16 bits; both running
+freely is kept beside it. The engine and the reference are
 plain functions here, so this module needs neither torch nor the checkpoint format.
 """
 
@@ -85,6 +86,7 @@ def parity(
         documents=len(items),
         vocabulary=rows.vocabulary,
         max_tokens=max_tokens,
+        attention=tuple(items[0].attention_errors),
         states=tuple(items[0].state_errors),
         half_states=half_states(state),
         experts={name: len(visits) for name, visits in items[0].visits.items()},
@@ -162,12 +164,14 @@ def _compare_document(
 ) -> ParityItem:
     actual, outputs = probe(tokens)
     teacher_forced, errors = reference.teacher_forced(
-        tokens, {name: value for name, value in outputs.items() if name != head}
+        tokens, {name: value for name, value in outputs.items() if name != head}, probe.attention()
     )
+    attention = reference.attention_errors()
     visits = {name: tuple(found) for name, found in reference.visits().items()}
     del outputs
     _require_comparable(actual, teacher_forced, len(tokens))
     _require_errors(errors)
+    _require_finite(attention, "attention before ")
     kl, agree = (
         kl_divergences(teacher_forced, actual),
         int((teacher_forced.argmax(axis=1) == actual.argmax(axis=1)).sum()),
@@ -185,6 +189,8 @@ def _compare_document(
         kl_max=float(kl.max()),
         agree=agree,
         errors={name: whole for name, (whole, _) in errors.items()},
+        attention_errors={name: whole for name, (whole, _) in attention.items()},
+        attention_position_error=max((worst for _, worst in attention.values()), default=0.0),
         state_errors=_state_errors(probe.states(), reference.states()),
         state_kl_sum=_state_kl(reference, tokens),
         visits=visits,
@@ -241,10 +247,14 @@ def _require_errors(errors: Mapping[str, tuple[float, float]]) -> None:
             expected="the output of every linear",
             remedy="build the bundle again: its record names the linears",
         )
-    for name, found in errors.items():
-        if not all(map(math.isfinite, found)):
+    _require_finite(errors)
+
+
+def _require_finite(errors: Mapping[str, tuple[float, float]], what: str = "") -> None:
+    for name, (whole, worst) in errors.items():
+        if not (math.isfinite(whole) and math.isfinite(worst)):
             raise EvidenceError(
-                f"the error of {name} is {found[0]}",
+                f"the error of {what}{name} is {whole}, {worst} at the worst position",
                 expected="finite outputs of the engine and of the reference",
                 remedy="`tapeout inspect` shows the scales and kernels; then quantize and build again",
             )

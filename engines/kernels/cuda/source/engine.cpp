@@ -277,10 +277,16 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
 }
 
 /* What an operation has computed, and its size; of those that a trace asks for. */
-static const float* result_of(const StepInputs* step, const Operation* o, size_t* bytes) {
+static const void* result_of(const StepInputs* step, const Operation* o, size_t* bytes) {
   const int rows = o->wanted ? step->P : step->M;
-  *bytes = (size_t)rows * (size_t)(o->kind == LINEAR ? o->linear.weight.N : o->gather.weight.K) * sizeof(float);
-  return o->kind == LINEAR ? o->linear.y : o->kind == GATHER ? o->gather.y : nullptr;
+  switch (o->kind) {
+    case LINEAR: *bytes = (size_t)rows * (size_t)o->linear.weight.N * sizeof(float); return o->linear.y;
+    case GATHER: *bytes = (size_t)rows * (size_t)o->gather.weight.K * sizeof(float); return o->gather.y;
+    case ATTENTION:
+      *bytes = (size_t)rows * (size_t)o->attention.H * (size_t)o->attention.D * sizeof(uint16_t);
+      return o->attention.y;
+  }
+  return nullptr;
 }
 
 /* Launches the first `count` operations, or only finds their kernels. outputs: where results of operations are copied to,
@@ -303,7 +309,7 @@ static int run_operations(Engine* e, const StepInputs* step, bool launched, int 
         return e->failure;
     }
     size_t bytes = 0;
-    const float* result = outputs && outputs[i] ? result_of(step, &o, &bytes) : nullptr;
+    const void* result = outputs && outputs[i] ? result_of(step, &o, &bytes) : nullptr;
     if (result) CALL(cuMemcpyDtoHAsync_v2, outputs[i], reinterpret_cast<DevicePointer>(result), bytes, e->stream);
   }
   return 0;
@@ -419,8 +425,8 @@ static int drained(Engine* e) {
   return e->failure;
 }
 
-/* Runs the first `count` operations of a step, and waits. outputs: for each operation that is a linear or gathers rows,
-   where its result is copied to, or NULL. */
+/* Runs the first `count` operations of a step, and waits. outputs: for each operation that is a linear, attention or
+   gathers rows, where its result is copied to, or NULL. */
 extern "C" EXPORTED int tapeout_cuda_trace(Engine* e, const StepInputs* step, int count, void* const* outputs) {
   e->failure = 0;
   CALL(cuCtxSetCurrent, e->context);
