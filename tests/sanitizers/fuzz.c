@@ -1,12 +1,13 @@
 /* Runs the kernels on random nodes, valid and malformed, and on random draws, and compares valid results with plain C in
    double precision.
 
-     fuzz SEED CASES [RESULTS]
+     fuzz SEED CASES [KERNEL [RESULTS]]
 
    Valid nodes must succeed, malformed ones must return a status, a failing API call or allocation must become one (or, of
    memory for tiles of AMX, the right result), and nothing may leak. Everything else is AddressSanitizer's and
    UndefinedBehaviorSanitizer's to find.
 
+   KERNEL is the file of an operator (`norm_rows.c`), of which all nodes are then, or `all`.
    RESULTS is a file for all valid results: of each tensor a line "case operator type bytes", then its bytes. */
 #include "runtime.h"
 #include "sampling.h"
@@ -1791,6 +1792,28 @@ static void run_draws(void) {
 
 /* --- cases ------------------------------------------------------------------------------------------------------ */
 
+/* Operators by the file of their kernel: the numbers of `new_node`. The first row has all of them. */
+typedef struct {
+  const char* file;
+  int64_t first, last;
+} Kernel;
+static const Kernel KERNELS[] = {
+    {"all", 0, 16},
+    {"block_linear.c", 0, 3},
+    {"block_gather.c", 4, 4},
+    {"cached_attention.c", 5, 7},
+    {"quantize_activations.c", 8, 8},
+    {"norm_rows.c", 9, 9},
+    {"causal_conv.c", 10, 10},
+    {"experts.c", 11, 11},
+    {"block_experts.c", 12, 12},
+    {"float_linear.c", 13, 13},
+    {"choose_experts.c", 14, 14},
+    {"recurrence.c", 15, 15},
+    {"gated_norm.c", 16, 16},
+};
+static const Kernel* kernel = KERNELS; /* whose nodes are run */
+
 static Node new_node(int64_t op) {
   if (op < 4) return new_linear(one_in(150) ? 32768 : 0);
   if (op < 8) return op == 4 ? new_gather() : new_attention();
@@ -1858,7 +1881,7 @@ static int does_without_tiles(const Node* node) {
 }
 
 static void run_case(int64_t counts[4]) {
-  if (one_in(100)) {
+  if (!kernel->first && one_in(100)) {
     Node node = new_linear(32784);
     runs = copies = 1;
     expect_status(&node, run_node(node.op, &node.info, &node.context), "a block whose sums overflow");
@@ -1866,7 +1889,7 @@ static void run_case(int64_t counts[4]) {
     counts[1]++;
     return;
   }
-  Node node = new_node(random_int(0, 16));
+  Node node = new_node(random_int(kernel->first, kernel->last));
   const int64_t way = random_int(0, 9);
   use_threads = one_in(12);
   choose_threads_at_start = running_case % 4 == 0;
@@ -1945,16 +1968,18 @@ static void print_case(void) {
 
 static void* run_in_thread(void* counts) {
   run_case(counts);
-  if (running_case % 8 == 0) run_draws();
+  if (kernel == KERNELS && running_case % 8 == 0) run_draws();
   return NULL;
 }
 
 int main(int count, char** arguments) {
-  if (count != 3 && count != 4) fail("usage: fuzz SEED CASES [RESULTS]");
+  if (count < 3 || count > 5) fail("usage: fuzz SEED CASES [KERNEL [RESULTS]]");
   seed = strtoull(arguments[1], NULL, 10);
   const int64_t cases = strtoll(arguments[2], NULL, 10);
   if (__sanitizer_set_death_callback) __sanitizer_set_death_callback(print_case);
-  if (count == 4 && !(results = fopen(arguments[3], "wb"))) fail("%s cannot be written", arguments[3]);
+  while (count > 3 && strcmp(kernel->file, arguments[3]))
+    if (++kernel == KERNELS + sizeof KERNELS / sizeof *KERNELS) fail("no operator has a kernel in %s", arguments[3]);
+  if (count > 4 && !(results = fopen(arguments[4], "wb"))) fail("%s cannot be written", arguments[4]);
   check_registration();
   Status* status = register_library(API_VERSION);
   if (status) fail("registration: %s", message_of(status));
@@ -1972,7 +1997,7 @@ int main(int count, char** arguments) {
     pthread_join(thread, NULL);
   }
   release_library();
-  if (results && fclose(results)) fail("%s cannot be written", arguments[3]);
+  if (results && fclose(results)) fail("%s cannot be written", arguments[4]);
   printf("seed %llu: %lld valid, %lld malformed, %lld with a failing call, %lld with a failing allocation\n",
          (unsigned long long)seed, (long long)counts[0], (long long)counts[1], (long long)counts[2],
          (long long)counts[3]);
