@@ -82,7 +82,7 @@ def create_tables(engine: Engine, metadata: MetaData) -> None:
                     connection.execute(CreateIndex(index, if_not_exists=True))
 
 
-def says_no(error: Exception) -> bool:
+def is_refusal(error: Exception) -> bool:
     """The database answers, but not to this user: rights are missing, or the password is wrong. It does not help to
     wait. ``error``: of SQLAlchemy.
     """

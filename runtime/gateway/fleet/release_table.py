@@ -16,7 +16,7 @@ from runtime.gateway.fleet.release import (
     ReleasePlanError,
     changed_meanwhile,
 )
-from tapeout.database import DatabaseError, create_tables, open_database, says_no
+from tapeout.database import DatabaseError, create_tables, is_refusal, open_database
 from tapeout.errors import one_line
 from tapeout.file_errors import file_problem
 
@@ -89,7 +89,7 @@ class PlanTable:
         if isinstance(error, DatabaseError):
             return PlanRefusedError(error.found, expected=error.expected, remedy=error.remedy)
         cause = one_line(getattr(error, "orig", None) or error)  # without the statement
-        if says_no(error):
+        if is_refusal(error):
             return PlanRefusedError(
                 f"the database of releases does not let this user in, or not to {self}: {cause}",
                 expected="the right password, and rights to create the table release_plans or to use it",
