@@ -243,7 +243,8 @@ def test_a_gpu_without_a_device_is_planned_for_by_what_it_declares(project: Path
     for asked in (written, chosen):
         table = cost_table(asked, graph, measure=asked is chosen)
         assert table.target == name and not table.timed
-    assert {"int8", "float32"} == table.attention.keys(), "no cache that the target has not"
+    caches = {"int8", "float32", "fp8"} if name == "cuda" else {"int8", "float32"}
+    assert caches == table.attention.keys(), "no cache that the target has not"
     for (columns, outputs), sizes in table.bytes.items():
         assert sizes["fp32"] == 2 * columns * outputs and "static int8" not in sizes
         assert all(size < sizes["fp32"] for scheme, size in sizes.items() if scheme != "fp32")
@@ -252,7 +253,7 @@ def test_a_gpu_without_a_device_is_planned_for_by_what_it_declares(project: Path
 
 
 def test_linears_in_fp8_are_as_fast_as_the_target_computes_them(project: Path) -> None:
-    """The kernels of cuda round inputs to E4M3, too; others decode such weights and compute in float."""
+    """At the rate of 16 bits: ort-cuda decodes such weights, and the kernels of cuda do not reach twice that on sm90."""
     recipe, graph = load_recipe(project / "params.yaml"), tiny_graph().record
     rule = Rule(match="*", scheme=Scheme.model_validate({"format": "fp8-dynamic"}))
     plan = recipe.plan.model_copy(update={"schemes": (rule,), "workload": {MANY: 1.0}})
@@ -262,7 +263,7 @@ def test_linears_in_fp8_are_as_fast_as_the_target_computes_them(project: Path) -
         table = cost_table(recipe.model_copy(update={"plan": plan, "build": build}), graph, measure=False)
         rows = [(2 * MANY * k * n, table.seconds[k, n].get("fp8-dynamic")) for k, n in table.seconds]
         found[name] = {round(operations / seconds[MANY] / 1e12) for operations, seconds in rows if seconds}
-    assert found == {"cuda": {1300}, "ort-cuda": {790}}
+    assert found == {"cuda": {790}, "ort-cuda": {790}}
 
 
 def test_static_inputs_are_refused_before_anything_takes_long(project: Path) -> None:
