@@ -253,7 +253,7 @@ def test_a_gpu_without_a_device_is_planned_for_by_what_it_declares(project: Path
 
 
 def test_linears_in_fp8_are_as_fast_as_the_target_computes_them(project: Path) -> None:
-    """At the rate of 16 bits: ort-cuda decodes such weights, and the kernels of cuda do not reach twice that on sm90."""
+    """At the rate of 16 bits: ort-cuda decodes such weights, and kernels of cuda do not reach twice that on sm90."""
     recipe, graph = load_recipe(project / "params.yaml"), tiny_graph().record
     rule = Rule(match="*", scheme=Scheme.model_validate({"format": "fp8-dynamic"}))
     plan = recipe.plan.model_copy(update={"schemes": (rule,), "workload": {MANY: 1.0}})
