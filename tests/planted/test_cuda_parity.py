@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from engines.bundle import EngineBundle
@@ -24,31 +23,15 @@ from quantization.reference import QuantizedReference
 from tapeout import artifact
 from tapeout.artifact import RECORD, Artifact, ArtifactRef
 from tapeout.portable_graph import PortableGraph
-from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
-from tapeout.schemes import Scheme
 from tests.exported import family_graph
 from tests.fake_engine import MACHINE
 from tests.family_engines import texts
 from tests.plans import written_plan
+from tests.unit.test_cuda_fp8_engine import RECIPE, words
 
 TOKENS, WINDOW = 90, 80
 ATTENTION = {"parity_attention_error", "parity_attention_position_error"}
 LINEARS = {"parity_error", "parity_mean_error", "parity_position_error"}
-RECIPE = BaseRecipe(
-    model=ModelSource(source="file:model"),
-    data=DataSource(source="file:data"),
-    calibrate=Calibrate(samples=4, tokens=48),
-    plan=Plan(
-        schemes=(Rule(match="*", scheme=Scheme.model_validate({"format": "fp8-dynamic"})),),
-        embeddings=Scheme(bits=8, group_size=64, symmetric=True),
-        kv_cache=KVCache(dtype="fp8"),
-    ),
-    quantize=Quantize(scale_grid=4),
-)
-
-
-def words(count: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 200, count).tolist()
 
 
 @pytest.fixture(scope="module")
