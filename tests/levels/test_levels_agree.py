@@ -53,7 +53,8 @@ class Result:
 def run(level: Level, folder: Path, cases: int = CASES) -> list[Result]:
     """The results of random cases. The host itself compares them with its reference."""
     runner, file = program.runner(level), folder / f"{level.name}.results"
-    done = subprocess.run([*runner, program.build(level, folder), str(SEED), str(cases), file], capture_output=True)
+    command = [*runner, program.build(level, folder), str(SEED), str(cases), "all", file]
+    done = subprocess.run(command, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return read(file)
 
@@ -217,7 +218,7 @@ def plant(level: Level, name: str, before: str, after: str, tmp_path: Path, monk
 def findings(level: Level, wanted: list[Result], tmp_path: Path) -> str:
     """What the host says of the first cases, or else how they differ from those that are wanted."""
     file = tmp_path / "results"
-    command = [*program.runner(level), program.build(level, tmp_path), str(SEED), str(PLANTED_CASES), file]
+    command = [*program.runner(level), program.build(level, tmp_path), str(SEED), str(PLANTED_CASES), "all", file]
     done = subprocess.run(command, capture_output=True, text=True)
     first = [one for one in wanted if one.case < PLANTED_CASES]
     return done.stderr if done.returncode else difference(read(file), first)
