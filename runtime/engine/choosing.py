@@ -29,7 +29,8 @@ def choose(sampler: BatchSampler, step: Sequence[tuple[Work, ActiveRequest, Resu
         elif result.tokens is not None:
             chosen = result.tokens.tolist()
             active.take(accept(chosen, work.tokens[first:]) if work.drafts else chosen)
-            active.logprobs = logprobs_of(active.tokens, result.ranked or ())
+            if result.ranked:
+                active.logprobs = logprobs_of(active.tokens, result.ranked)
         elif result.logits is not None:
             _score(sampler, active, result.logits)
             if work.samples and active.error is None:

@@ -222,8 +222,10 @@ class EngineCore:
         entry = Entry(
             work.tokens, work.start, lease.blocks, wanted, positions, 0, 0, lease.slot, lease.snapshots, follows
         )
-        decided = work.start + len(work.tokens) - work.drafts - len(active.request.prompt)
-        return self._sampler.handed_over(entry, work.id, decided) if hands_over else entry
+        if hands_over:
+            decided = work.start + len(work.tokens) - work.drafts - len(active.request.prompt)
+            entry = self._sampler.handed_over(entry, work.id, decided)
+        return entry
 
     def _emit(self, active: ActiveRequest, reason: FinishReason | None) -> None:
         """Report what a request's step has brought, if anything."""

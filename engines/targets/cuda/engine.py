@@ -115,11 +115,10 @@ class CudaEngine:
         for run in cut:
             step.wait()
             ordered = sorted(run, key=lambda piece: len(piece.tokens) > FEW_TOKENS)  # see FEW_ROWS
-            fed = [batch[piece.entry] for piece in run]
-            ranking = any(_ranked(entry) is not None for entry in fed)
-            logits = any(_takes_logits(entry) for entry in fed)
-            begun = self._device.begin(self._packed(ordered, batch), ranking=ranking, logits=logits)
-            step.add(ordered, begun)
+            packed = self._packed(ordered, batch, step.ranked)
+            ranking = packed.draws is not None and any(step.ranked[piece.entry] is not None for piece in run)
+            logits = any(step.takes_logits[piece.entry] for piece in run)
+            step.add(ordered, self._device.begin(packed, ranking=ranking, logits=logits))
         return step.results
 
     def prepare(self, ahead: int) -> bool:
@@ -134,7 +133,7 @@ class CudaEngine:
     def close(self) -> None:
         self._device.close()
 
-    def _packed(self, run: Sequence[StepPiece], batch: Sequence[Entry]) -> DeviceStep:
+    def _packed(self, run: Sequence[StepPiece], batch: Sequence[Entry], ranked: Sequence[int | None]) -> DeviceStep:
         counts = [len(piece.tokens) for piece in run]
         offsets = [0, *accumulate(counts)]
         most = max(counts)
@@ -148,7 +147,7 @@ class CudaEngine:
             rows=np.array(
                 [offset + p for piece, offset in zip(run, offsets, strict=False) for p in piece.positions], np.int64
             ),
-            draws=_draws(run, batch),
+            draws=_draws(run, batch, ranked),
             offsets=np.array(offsets, np.int32),
             starts=np.array([piece.start for piece in run], np.int32),
             table=table,
@@ -160,10 +159,20 @@ class CudaEngine:
 
 
 class _BegunStep:
-    """A step in runs, of which the last may not have ended."""
+    """A step in runs, of which the last may not have ended.
+
+    By entry, ``ranked``: so many of the likeliest tokens are wanted of the device; ``takes_logits``: whole rows come to
+    the host for it.
+    """
 
     def __init__(self, batch: Sequence[Entry], errors: Sequence[RequestError | None]) -> None:
         self._batch, self._results = batch, [Result(error=error) for error in errors]
+        self.ranked = [
+            entry.top if entry.wanted == "top" and entry.top <= MOST_TOP else entry.ranked for entry in batch
+        ]
+        self.takes_logits = [
+            entry.wanted != "token" and (entry.wanted == "logits" or entry.top > MOST_TOP) for entry in batch
+        ]
         self._logits: dict[int, list[FloatArray]] = {}
         self._running: tuple[Sequence[StepPiece], Callable[[], StepResults]] | None = None
         self._failure: Exception | None = None
@@ -186,25 +195,25 @@ class _BegunStep:
         except Exception as failure:
             self._failure = failure
             raise
+        finite = not len(found.tokens) or found.tokens.min() >= 0  # quicker than entry by entry
         for piece in run:
             own = slice(first, first + len(piece.positions))
             first = own.stop
             if not piece.positions:
                 continue
-            if _takes_logits(self._batch[piece.entry]):
+            if self.takes_logits[piece.entry]:
                 assert found.logits is not None
                 self._logits.setdefault(piece.entry, []).append(found.logits[own])
-            else:
+            elif finite or found.tokens[own].min() >= 0:
                 self._add(piece.entry, found.tokens[own], found.rankings[own] if found.rankings is not None else ())
+            else:
+                self._results[piece.entry] = Result(error=not_finite())
 
     def _add(self, number: int, tokens: NDArray[np.int64], rankings: Sequence[Any] | NDArray[Any]) -> None:
         entry, before = self._batch[number], self._results[number]
         if before.error is not None:
             return
-        if tokens.min() < 0:
-            self._results[number] = Result(error=not_finite())
-            return
-        count = _ranked(entry)
+        count = self.ranked[number]
         new = Result(tokens=tokens)
         if count is not None:
             ranked = [_ranking(one, count) for one in rankings]
@@ -233,25 +242,15 @@ class _BegunStep:
         return rows
 
 
-def _takes_logits(entry: Entry) -> bool:
-    """Whole rows come to the host for it."""
-    return entry.wanted == "logits" or (entry.wanted == "top" and entry.top > MOST_TOP)
-
-
-def _ranked(entry: Entry) -> int | None:
-    """So many of the likeliest tokens are wanted of the device."""
-    return entry.top if entry.wanted == "top" and entry.top <= MOST_TOP else entry.ranked
-
-
-def _draws(run: Sequence[StepPiece], batch: Sequence[Entry]) -> NDArray[Any] | None:
+def _draws(run: Sequence[StepPiece], batch: Sequence[Entry], ranked: Sequence[int | None]) -> NDArray[Any] | None:
     """How each row's token is drawn and ranked; None where all are greedy, and nothing else is wanted."""
-    if all(batch[piece.entry].draw is None and _ranked(batch[piece.entry]) is None for piece in run):
+    if all(batch[piece.entry].draw is None and ranked[piece.entry] is None for piece in run):
         return None
     rows = list[tuple[float, ...]]()
     for piece in run:
         entry = batch[piece.entry]
-        ranked, first = _ranked(entry), piece.start - entry.start
-        top = -1 if ranked is None else ranked
+        likeliest, first = ranked[piece.entry], piece.start - entry.start
+        top = -1 if likeliest is None else likeliest
         if entry.draw is None:
             rows += [(0, 1.0, 0.0, 0, 0, top)] * len(piece.positions)
             continue

@@ -5,7 +5,7 @@ It knows tenants and arrivals, and nothing of memory, of budgets or of what a st
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from math import inf
 
 from runtime.engine.scheduling.sequence import ScheduledSequence
@@ -28,7 +28,6 @@ class ServiceOrder:
         self.lately_shared = False  # more than one tenant had requests at once, not long ago
         self._active: dict[str, int] = {}  # requests, by tenant
         self._served: dict[str, float] = {}  # tokens fed, by tenant
-        self._fed: dict[str, int] = {}  # the same, in the step that ends
 
     @property
     def shared(self) -> bool:
@@ -46,15 +45,12 @@ class ServiceOrder:
         if not self._active[tenant]:
             del self._active[tenant], self._served[tenant]
 
-    def feed(self, tenant: str, tokens: int) -> None:
-        """Of one request in the step that ends."""
-        self._served[tenant] += tokens
-        self._fed[tenant] = self._fed.get(tenant, 0) + tokens
-
-    def end_step(self, now: float) -> None:
-        for tenant, tokens in self._fed.items():
+    def feed(self, fed: Mapping[str, int], now: float) -> None:
+        """A step has ended. ``fed``: its tokens, by tenant; one whose last request ended with it may be among them."""
+        for tenant, tokens in fed.items():
+            if tenant in self._served:
+                self._served[tenant] += tokens
             self._shares.add(tenant, tokens, now)
-        self._fed.clear()
 
     def weigh(self, now: float) -> None:
         """Find out which tenants are heavy, and which are large, until the next call."""

@@ -194,7 +194,7 @@ class Scheduler:
     def commit(self, outcomes: Mapping[str, WorkResult], now: float) -> list[Finished]:
         """What came of the planned work; requests that have ended meanwhile may be missing. Who has ended."""
         fed, decodes, drafts, failed, finished = 0, 0, 0, False, list[Finished]()
-        requests, step = self._requests, self._planned.end(now)
+        requests, step, served = self._requests, self._planned.end(now), dict[str, int]()
         for sequence, work in step.works.items():
             # Of those that have ended, too: the step took its time for them.
             count = len(work.tokens)
@@ -210,7 +210,7 @@ class Scheduler:
                 failed = True
                 finished.append(requests.finish(id, "error"))
                 continue
-            self._order.feed(sequence.tenant, count)
+            served[sequence.tenant] = served.get(sequence.tenant, 0) + count
             sequence.computed = work.start + count - work.drafts
             if work.samples:
                 assert 1 <= len(outcome.tokens) <= work.drafts + 1, f"request {id} got {len(outcome.tokens)} tokens"
@@ -223,11 +223,11 @@ class Scheduler:
                 self.cache.commit(sequence.lease, sequence.tokens, sequence.computed)
             if outcome.stop:
                 finished.append(requests.finish(id, "stop"))
-            elif sequence.answered == sequence.request.max_new_tokens and (
+            elif len(sequence.tokens) == sequence.most_tokens and (
                 work.samples or sequence.computed == len(sequence.tokens)
             ):
                 finished.append(requests.finish(id, "length"))
-        self._order.end_step(now)
+        self._order.feed(served, now)
         if not failed:  # else it is not known what took the time
             self.costs.observe(decodes, fed - decodes - drafts, drafts, now - step.began)
         self._measure(fed, now - (step.began if self._busy_since is None else self._busy_since))

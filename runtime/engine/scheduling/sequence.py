@@ -31,6 +31,7 @@ class ScheduledSequence:
         request = self.request
         self.id, self.tenant, self.priority = request.id, request.tenant, request.priority
         self.tokens, self.lease = [*request.prompt, *request.answered], Lease(request.cache_salt)
+        self.most_tokens = len(request.prompt) + request.max_new_tokens
         # The logits of all prompt tokens are wanted, so none of them is taken from the cache.
         self.scored = request.prompt_logprobs is not None
 
@@ -42,14 +43,15 @@ class ScheduledSequence:
     def pending(self) -> int:
         """Tokens that are to be fed, those among them that a planned step decides."""
         undecided = self.undecided
-        if undecided and self.answered + undecided >= self.request.max_new_tokens:
+        tokens = len(self.tokens) + undecided
+        if undecided and tokens >= self.most_tokens:
             return 0  # the last new token is never fed
-        return len(self.tokens) + undecided - self.fed
+        return tokens - self.fed
 
     @property
     def draft_room(self) -> int:
         """Guesses that may be fed after its tokens. The last new token is never fed."""
-        return self.request.max_new_tokens - self.answered - 1
+        return self.most_tokens - len(self.tokens) - 1
 
     @property
     def most_cached(self) -> int:
