@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ def replicas(url: str) -> list[dict[str, Any]]:
 
 def ready(url: str) -> list[str]:
     return [one["address"] for one in replicas(url) if one["state"] == "ready"]
+
+
+def by_pool(url: str) -> dict[str, int]:
+    """Engines that are ready."""
+    return Counter(one["pool"] for one in replicas(url) if one["state"] == "ready")
 
 
 def lost(url: str) -> int:

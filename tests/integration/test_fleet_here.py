@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import psutil
 import pytest
 
 from tests.command import COMMAND, ROOT
-from tests.fleet_load import Load, answers, build_tiny, free_port, lost, ready, replicas
+from tests.fleet_load import Load, answers, build_tiny, by_pool, free_port, lost, ready
 from tests.waiting import wait_for
 
 SCALING = "scaling: {least: 1, most: 2, hold_seconds: 1}"
@@ -104,11 +103,6 @@ def test_a_bundle_that_cannot_be_opened_ends_it(here: Here) -> None:
     found = subprocess.run([*COMMAND, "fleet", "run", str(here.file)], capture_output=True, text=True, timeout=120,
                            env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert found.returncode == 2 and "nowhere" in found.stderr and "Traceback" not in found.stderr
-
-
-def by_pool(url: str) -> dict[str, int]:
-    """Engines that are ready."""
-    return Counter(one["pool"] for one in replicas(url) if one["state"] == "ready")
 
 
 def test_each_pool_follows_its_own_load(folder: Path) -> None:

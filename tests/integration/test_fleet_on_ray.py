@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -22,7 +23,7 @@ import pytest
 
 from runtime.fleet.ray_cluster import TOKEN_PATH, LocalRay
 from tests.command import COMMAND, ROOT
-from tests.fleet_load import Load, answers, build_tiny, free_port, lost, ready, replicas
+from tests.fleet_load import Load, answers, build_tiny, by_pool, free_port, lost, ready, replicas
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.skipif(
 # The whole takes minutes on two cores, most of them starts of Ray's processes.
 thorough = pytest.mark.skipif(os.environ.get("FLEET_DRILLS") != "all", reason="takes minutes: FLEET_DRILLS=all")
 NAME = f"drill-{os.getpid()}"
+SCALING = "scaling: {least: 2, most: 3}"
 
 
 class Fleet:
@@ -75,7 +77,7 @@ up:
   engines: {{cpus: 0.1, options: [--unsafe, --threads, "1"]}}
   gateways: {{cpus: 0.1, port: {found.port}, options: [--served-model-name, tiny]}}
   drain_seconds: 20
-scaling: {{least: 2, most: 3}}
+{SCALING}
 """
     )
     try:
@@ -163,22 +165,47 @@ def test_an_engine_is_renewed_while_another_answers(fleet: Fleet, wanted: list[A
     assert "no engine at" in fleet.run("drain", "tcp:127.0.0.1:1", code=2)
 
 
-@thorough
-def test_a_second_fleet_joins_the_cluster_and_leaves_it(fleet: Fleet, wanted: list[Any]) -> None:
-    """The same Ray, as one that somebody else has started."""
-    address, text = fleet.ray.address, fleet.file.read_text()
-    other = Fleet(fleet.file.parent)
-    other.file = fleet.file.with_name("second.yaml")
-    joins = text.replace(f"name: {NAME}", f"name: second\n  ray: {address}").replace("least: 2", "least: 1")
-    other.file.write_text(joins.replace(str(fleet.port), str(other.port)))
+@contextmanager
+def joined(fleet: Fleet, name: str, scaling: str) -> Iterator[Fleet]:
+    """A second fleet on the same Ray, as one that somebody else has started."""
+    text, other = fleet.file.read_text(), Fleet(fleet.file.parent)
+    other.file = fleet.file.with_name(f"{name}.yaml")
+    changed = text.replace(f"name: {NAME}", f"name: {name}\n  ray: {fleet.ray.address}")
+    other.file.write_text(changed.replace(SCALING, scaling).replace(str(fleet.port), str(other.port)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv(TOKEN_PATH, str(fleet.ray.folder / "token"))
         assert [one["address"] for one in other.told("up")["gateways"]] == [other.url]
-        assert answers(other.url) == wanted
+        yield other
         other.run("down")
         assert "is not up" in other.run("status", code=2)
+
+
+@thorough
+def test_a_second_fleet_joins_the_cluster_and_leaves_it(fleet: Fleet, wanted: list[Any]) -> None:
+    with joined(fleet, "second", "scaling: {least: 1, most: 3}") as other:
+        assert answers(other.url) == wanted
     assert answers(fleet.url) == wanted and len(ready(fleet.url)) == 2
+
+
+@thorough
+def test_both_pools_answer_and_an_engine_of_one_that_is_killed_comes_again(fleet: Fleet, wanted: list[Any]) -> None:
+    with joined(fleet, "pools", "pools: {prefill: {least: 1, most: 2}, decode: {least: 1, most: 2}}") as other:
+        wait_for(lambda: by_pool(other.url) == {"prefill": 1, "decode": 1})
+        assert answers(other.url) == wanted
+        assert "--pool" in other.run("scale", "2", code=2)
+        assert other.told("scale", "2", "--pool", "decode")["pools"]["decode"]["fixed"] == 2
+        wait_for(lambda: by_pool(other.url) == {"prefill": 1, "decode": 2})
+        load = Load(other.url, wanted)
+        load.more(4)
+        killed = next(one for one in other.told("status")["engines"] if one["pool"] == "decode")
+        os.kill(killed["process"], signal.SIGKILL)
+        wait_for(lambda: by_pool(other.url) == {"prefill": 1, "decode": 1})
+        wait_for(lambda: by_pool(other.url) == {"prefill": 1, "decode": 2})
+        load.more(8)
+        load.end()
+        assert lost(other.url) == 0
+        assert httpx2.get(f"{other.url}/fleet", timeout=30).json()["moves"] > 0
 
 
 def test_requests_are_answered_while_the_head_is_dead_and_down_leaves_nothing(fleet: Fleet, wanted: list[Any]) -> None:
