@@ -56,9 +56,10 @@ def run(
 
     def start(source: str) -> Start:
         folder, approved = approved_bundle(source, required)
+        known = str(folder.absolute()) if approved.version is None else approved.version
         limits = engine_limits(opening, approved, source, unsafe=required.unsafe)
         log.info("opening %s for servers that connect to %s", folder, place)
-        return Start(str(folder), replace(settings, level=approved.level), limits)
+        return Start(str(folder), replace(settings, level=approved.level, source=known), limits)
 
     with nullcontext() if register is None else Announcement(register, str(reached or place)) as announcement:
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.fleet.control import RayFleet, read_plan, require_startable
 from runtime.fleet.local import LocalFleet
+from runtime.fleet.released import forget_release, with_plan_beside
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,7 +33,7 @@ def bring_up(path: Path) -> dict[str, Any]:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
-    return RayFleet(path).up()
+    return RayFleet(path).up(source_of)
 
 
 def run_here(path: Path) -> None:
@@ -40,6 +41,8 @@ def run_here(path: Path) -> None:
     file, plan = read_plan(path)
     require_startable(file, plan, here=True)
     show_progress()
+    file = with_plan_beside(file, path)
+    forget_release(file, source_of)
 
     async def run(folder: Path) -> None:
         ending = asyncio.Event()
@@ -49,6 +52,19 @@ def run_here(path: Path) -> None:
 
     with TemporaryDirectory(prefix="tapeout-fleet-") as folder:
         asyncio.run(run(Path(folder)))
+
+
+def source_of(bundle: str) -> str:
+    """Of a bundle that a file of a fleet names, as an engine reports it: with the version that an alias is of now."""
+    if not bundle.startswith("models:"):
+        return bundle
+    from pipeline.registry.access import VersionReference, open_registry
+
+    reference = VersionReference.parse(bundle)
+    if not reference.alias:
+        return bundle
+    with open_registry() as registry:
+        return str(VersionReference(reference.name, number=registry.version(reference).number))
 
 
 def shown(status: dict[str, Any]) -> RenderableType:

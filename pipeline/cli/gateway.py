@@ -11,7 +11,8 @@ from pipeline.cli.serve_http import answer, engine_files
 from pipeline.cli.serve_options import HttpOptions
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import Discovery, FleetFile, FromFile
-from runtime.gateway.fleet.release import PlanFile, PlanStore, plan_path
+from runtime.gateway.fleet.plan_places import find_plans
+from runtime.gateway.fleet.release import PlanFile
 from runtime.gateway.fleet.replica import Patience
 from runtime.gateway.fleet.scaling import FleetScaler
 from runtime.gateway.http.listen import listen
@@ -39,15 +40,6 @@ def find_engines(path: Path, fleet: FleetFile, *, kept: Path | None = None) -> D
         name = sha256(f"{fleet.releases} {path.stem}".encode()).hexdigest()
         copy = PlanFile(kept / f"{name}.json")
     return FromFile(path, find_source(fleet), find_plans(path, fleet), copy)
-
-
-def find_plans(path: Path, fleet: FleetFile) -> PlanStore:
-    """Where the release plan of a fleet lies."""
-    if fleet.releases is None:
-        return PlanFile(plan_path(path))
-    from runtime.gateway.fleet.release_table import PlanTable
-
-    return PlanTable(fleet.releases, path.stem)
 
 
 def find_source(fleet: FleetFile) -> Discovery | None:

@@ -23,11 +23,15 @@ from evals.check import Outcome
 from evals.kinds.online import EXIT_CODES
 from evals.kinds.online.canary import CanaryBounds, CanaryVerdict, Figures, judge_canary
 from evals.kinds.online.measure import judge
-from pipeline.cli.gateway import find_engines, find_plans
+from pipeline.cli.gateway import find_engines
 from pipeline.cli.serve_http import engine_files
+from pipeline.registry.access import VersionReference
 from runtime.gateway.fleet.connection import ReplicaConnection
 from runtime.gateway.fleet.discovery import FleetFile
+from runtime.gateway.fleet.plan import LOCAL
+from runtime.gateway.fleet.plan_places import find_plans
 from runtime.gateway.fleet.release import ReleasePlan
+from runtime.wire.address import read_key
 from runtime.wire.messages import EngineInfo, Reopen
 from tapeout.errors import ExitCode, TapeoutError, one_line
 from tapeout.observations import read_observations
@@ -73,6 +77,15 @@ class Gateways:
         found = [self._engines(state) for state in self._ask()]
         return {address: digest for address, digest in found[0].items() if all(o.get(address) == digest for o in found)}
 
+    def addresses(self) -> tuple[str, ...]:
+        """Of the engines that one of them has on its list, ready or not."""
+        return tuple(dict.fromkeys(one["address"] for state in self._ask() for one in state["replicas"]))
+
+    def source(self, digest: str) -> str:
+        """Of a bundle that a ready engine has, as that engine says."""
+        replicas = [one for state in self._ask() for one in state["replicas"]]
+        return next((one["source"] or "" for one in replicas if one["digest"] == digest), "")
+
     def figures(self, digest: str) -> Figures:
         total = Figures()
         for state in self._ask():
@@ -100,25 +113,30 @@ class Gateways:
 
 
 class FleetRelease:
-    """A change of one fleet. ``fleet``: the file with its engines."""
+    """A change of one fleet. ``fleet``: the file with its engines, or with what `tapeout fleet` starts.
+
+    Engines that `tapeout fleet` starts come and go as the load does, and one that is started anew gets the stable
+    bundle: the plan says from where.
+    """
 
     def __init__(self, fleet: Path, gateways: Sequence[str], options: ReleaseOptions) -> None:
         self._options, self._gateways = options, Gateways(gateways, options.api_key)
         file = FleetFile.read(fleet)
         self._plans = find_plans(fleet, file)
         self._known: ReleasePlan | None = None  # as it was read or written last
-        if file.up is not None:
+        self._started = file.up is not None
+        if file.up is not None and file.up.ray != LOCAL and file.releases is None:
             raise ReleaseError(
-                f"the engines of {fleet} are run by `tapeout fleet`, which starts each with the bundle of `up` again",
-                expected="engines in `engines`, `table` or `kubernetes`, each run by `tapeout engine`",
-                remedy="change `bundle` in the file, then `tapeout fleet down` and `up`",
+                f"{fleet} does not say where the engines of a cluster find the plan of a release",
+                expected="a database: `releases: postgresql+psycopg://USER@HOST/DATABASE`",
+                remedy="add that to the file, then `tapeout fleet down` and `up`",
             )
-        self._listing = find_engines(fleet, file).read()
-        engines = len(self._listing.engines)
-        self._least = engines - 1 if options.least_ready is None else options.least_ready
-        if not 0 <= self._least < engines:
+        self._key = read_key(file.key)
+        self._named = () if self._started else find_engines(fleet, file).read().engines
+        engines = len(self._listed())
+        if not 0 <= self._least() < engines:
             raise ReleaseError(
-                f"{self._least} of {engines} engines are to stay ready",
+                f"{self._least()} of {engines} engines are to stay ready",
                 expected=f"at most {engines - 1}: each of them opens the bundle in its turn",
                 remedy="start another engine, or lower --least-ready",
             )
@@ -128,9 +146,11 @@ class FleetRelease:
 
         ``source``: of the bundle, as each engine is to open it.
         """
-        plan = self._begun()
+        source, plan = self._as_opened(source), self._begun()
         if not plan.candidate:
             plan = self._first(plan, source)
+        elif len(self._with(plan.stable)) == len(self._listed()):  # the canary's engine was started anew
+            self._moved(plan, self._with(plan.stable)[-1], source, plan.candidate)
         verdict = self._judged(plan)
         log.info("canary: %s: %s", verdict.outcome.value, verdict.reason)
         if verdict.outcome is Outcome.FAIL:
@@ -140,9 +160,11 @@ class FleetRelease:
         for address in self._left(plan.stable, plan.candidate):
             plan = plan.model_copy(update={"phase": "rolling"})
             self._moved(plan, address, source, plan.candidate)
-            share = len(self._with(plan.candidate)) / len(self._listing.engines)
+            share = len(self._with(plan.candidate)) / len(self._listed())
             plan = self._written(plan, share=max(plan.share, share))
-        self._written(plan, stable=plan.candidate, previous=plan.stable, candidate="", share=0.0, phase="done")
+        sources = {digest: plan.sources[digest] for digest in plan.digests if digest in plan.sources}
+        done: dict[str, Any] = {"stable": plan.candidate, "previous": plan.stable, "candidate": "", "phase": "done"}
+        self._written(plan, share=0.0, sources=sources, **done)
         log.info("all engines have bundle %s", plan.candidate[:12])
         return verdict
 
@@ -161,6 +183,7 @@ class FleetRelease:
         else:
             good, bad = plan.previous, plan.stable
         plan = self._written(plan, stable=good, candidate=bad, previous="", share=0.0, phase="rolling back")
+        source = self._as_opened(source) if source else plan.sources.get(good, "")
         for address in self._with(bad):
             self._moved(plan, address, source, good)
         self._written(plan, candidate="", phase="rolled back", moving="")
@@ -181,7 +204,12 @@ class FleetRelease:
                 expected="engines of one bundle",
                 remedy="look at the engines of the gateways: `curl GATEWAY/fleet`",
             )
-        return ReleasePlan(stable=next(iter(counted)), phase="done", least_ready=self._least)
+        (stable,) = counted
+        plan = ReleasePlan(stable=stable, phase="done", least_ready=self._least())
+        if not self._started:
+            return plan
+        source = self._gateways.source(stable)
+        return plan.model_copy(update={"sources": {stable: source}, "started_with": source})
 
     def _first(self, plan: ReleasePlan, source: str) -> ReleasePlan:
         """The canary: one engine with the bundle, which gets its share."""
@@ -190,9 +218,9 @@ class FleetRelease:
         if info.digest == plan.stable:
             self._written(plan, moving="")
             raise self._unchanged(address, info, "it was told to open that, which all engines have already")
-        plan = self._written(
-            plan, candidate=info.digest, previous="", share=self._options.share, phase="canary", moving=""
-        )
+        sources = {**plan.sources, info.digest: source} if self._started else {}
+        canary: dict[str, Any] = {"candidate": info.digest, "previous": "", "phase": "canary", "moving": ""}
+        plan = self._written(plan, share=self._options.share, sources=sources, **canary)
         self._wait_ready(address, info.digest)
         return plan
 
@@ -232,18 +260,16 @@ class FleetRelease:
     def _reopened(self, plan: ReleasePlan, address: str, source: str) -> EngineInfo:
         """Once enough others are ready."""
         self._until(
-            lambda: len(self._gateways.ready().keys() - {address}) >= self._least,
+            lambda: len(self._gateways.ready().keys() - {address}) >= self._least(),
             lambda: ReleaseError(
                 f"{len(self._gateways.ready().keys() - {address})} engines besides {address} are ready",
-                expected=f"at least {self._least}",
+                expected=f"at least {self._least()}",
                 remedy="look at the engines of the gateways, then run this again",
             ),
         )
-        self._written(plan, moving=address, least_ready=self._least)
+        self._written(plan, moving=address, least_ready=self._least())
         log.info("the engine at %s opens %s", address, source or "the bundle that it had before")
-        return asyncio.run(
-            reopen(address, self._listing.key, source, self._options.drain_seconds, self._options.open_seconds)
-        )
+        return asyncio.run(reopen(address, self._key, source, self._options.drain_seconds, self._options.open_seconds))
 
     def _wait_ready(self, address: str, digest: str) -> None:
         self._until(
@@ -262,16 +288,37 @@ class FleetRelease:
                 raise error()
             time.sleep(LOOK_SECONDS)
 
+    def _listed(self) -> tuple[str, ...]:
+        """Addresses of all engines, ready or not."""
+        return self._gateways.addresses() if self._started else self._named
+
+    def _least(self) -> int:
+        """Engines that stay ready at any time."""
+        given = self._options.least_ready
+        return len(self._listed()) - 1 if given is None else given
+
+    def _as_opened(self, source: str) -> str:
+        """As each engine is to open it, also one that is started later by `tapeout fleet`."""
+        if not self._started:
+            return source
+        if source.startswith("models:") and VersionReference.parse(source).alias:
+            raise ReleaseError(
+                f"{source} is an alias, which may move while engines are started",
+                expected="a version, such as models:/NAME/7",
+                remedy="MLflow's page of the model shows which one the alias is of",
+            )
+        return source if source.startswith("models:") else str(Path(source).absolute())
+
     def _with(self, digest: str) -> list[str]:
         """Addresses of the engines that have this bundle, in the order of the list."""
         ready = self._gateways.ready()
-        return [address for address in self._listing.engines if ready.get(address) == digest]
+        return [address for address in self._listed() if ready.get(address) == digest]
 
     def _left(self, digest: str, wanted: str) -> Iterator[str]:
         """Engines with one bundle, one after another, until all have the wanted one. Who is away is waited for."""
 
         def missing() -> set[str]:
-            return {*self._listing.engines} - {*self._with(wanted)}
+            return {*self._listed()} - {*self._with(wanted)}
 
         while missing():
             self._until(

@@ -50,11 +50,12 @@ class Approved(NamedTuple):
     """How a bundle may be served.
 
     ``level``: of native kernels; empty: the best that this machine has. ``facts``: by name, of the very verdict that
-    approved it; none with ``--unsafe``.
+    approved it; none with ``--unsafe``. ``version``: of the registry, models:/NAME/VERSION; None for a folder.
     """
 
     level: str
     facts: Mapping[str, float]
+    version: str | None = None
 
 
 class _Served(NamedTuple):
@@ -176,7 +177,8 @@ async def _pulled(reference: VersionReference, required: Requirements) -> tuple[
     bundle = artifact.load_record(found.folder, EngineBundle)
     level = "" if required.unsafe else level_to_serve(bundle, found.levels, str(reference))
     log.info("%s is version %d: %s %s", reference, found.version, found.folder, level)
-    return found.folder, Approved(level, found.facts)
+    version = str(VersionReference(reference.name, number=found.version))
+    return found.folder, Approved(level, found.facts, version)
 
 
 def measured_bandwidth(folder: Path) -> float | None:

@@ -71,8 +71,9 @@ def listen(
     Or until a server asks for another bundle, which is returned. ``notice``: see :class:`EngineInfo`.
     :class:`TapeoutError` if it cannot be opened.
     """
-    opened = opener(Path(start.bundle), start.settings)
-    opened = opened._replace(info=replace(opened.info, notice=notice, pool=start.settings.pool))
+    settings = start.settings
+    opened = opener(Path(start.bundle), settings)
+    opened = opened._replace(info=replace(opened.info, notice=notice, pool=settings.pool, source=settings.source))
     connections = Connections(opened.info, opened.folder, listener=listener, key=key)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ended = threading.Event()

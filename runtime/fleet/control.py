@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 from runtime.fleet.ray_cluster import FleetError, LocalRay, connect, import_ray, import_serve, join, require_reachable
 from runtime.fleet.ray_roster import find_roster, start_roster
+from runtime.fleet.released import forget_release, with_plan_beside
 from runtime.fleet.replicas import application, resolved
 from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan import LOCAL, FleetPlan
@@ -79,12 +81,15 @@ class RayFleet:
 
     def __init__(self, path: Path) -> None:
         self._file, self._plan = read_plan(path)
-        self._local = LocalRay(self._plan.name) if self._plan.ray == LOCAL else None
+        self._local: LocalRay | None = None
+        if self._plan.ray == LOCAL:
+            self._local, self._file = LocalRay(self._plan.name), with_plan_beside(self._file, path)
 
-    def up(self) -> dict[str, Any]:
+    def up(self, source: Callable[[str], str]) -> dict[str, Any]:
         """Its status, once the engines and gateways are open. :class:`FleetError` says why one is not.
 
-        Whatever ends it before, nothing stays: also what raises an exception on a signal.
+        Whatever ends it before, nothing stays: also what raises an exception on a signal. ``source``: see
+        :func:`runtime.fleet.released.forget_release`.
         """
         if self._local is not None:
             self._local.use()
@@ -101,7 +106,7 @@ class RayFleet:
                 log.info("starting Ray on this machine")
                 address = self._local.start()
             join(address)
-            self._deploy(address)
+            self._deploy(address, source)
             return self._status()
         except _IsUpError:
             raise
@@ -178,12 +183,13 @@ class RayFleet:
             f"the fleet {self._plan.name} is up at {address}", remedy="`tapeout fleet status`, `scale` or `down`"
         )
 
-    def _deploy(self, address: str) -> None:
+    def _deploy(self, address: str, source: Callable[[str], str]) -> None:
         serve = _quiet_serve()
         if self._plan.name in serve.status().applications:
             raise self._is_up(address)
         if self._local is not None:
             require_room(self._file, self._plan, import_ray().cluster_resources().get("CPU", 0.0))
+        forget_release(self._file, source)
         start_roster(self._plan.name, self._file.started)
         serve.start(http_options={"location": "Disabled"})
         file = resolved(self._file, address)

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from runtime.fleet.released import released
 from runtime.fleet.roster import SETTLE_SECONDS, Place, Roster
 from runtime.fleet.runner import EngineRunner, GatewayRunner
 from runtime.gateway.fleet.discovery import FleetFile
@@ -38,7 +39,8 @@ class LocalFleet:
         self._plan, self._key_file, self._key = fleet.up, fleet.key, read_key(fleet.key)
         self._pools = fleet.started
         self._roster = Roster(self._pools, monotonic() - SETTLE_SECONDS)  # no engine speaks of itself but through here
-        self._listed = folder / "fleet.yaml"
+        self._bundle = released(fleet)
+        self._listed = folder / f"{fleet.up.name}.yaml"  # as its release plan is called in a database
         self._engines: dict[str, EngineRunner] = {}
         self._moving: set[asyncio.Task[None]] = set()  # engines that start or end
         self._starting: Counter[Pool] = Counter()
@@ -112,7 +114,7 @@ class LocalFleet:
 
     async def _add(self, pool: Pool) -> None:
         engine = EngineRunner(
-            self._plan.bundle,
+            self._bundle,
             pool,
             HOST,
             self._key_file,

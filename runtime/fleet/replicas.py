@@ -18,6 +18,7 @@ import yaml
 
 from runtime.fleet.ray_cluster import LOOPBACK, import_ray, import_serve
 from runtime.fleet.ray_roster import find_roster
+from runtime.fleet.released import released
 from runtime.fleet.roster import LOST_SECONDS, Orders, Place
 from runtime.fleet.runner import EngineRunner, GatewayRunner, Runner
 from runtime.gateway.fleet.discovery import FleetFile
@@ -106,7 +107,7 @@ class EngineReplica(_Replica):
         fleet, plan = self._fleet, self._plan
         assert fleet.key is not None, "only such a file is started"
         self._engine = EngineRunner(
-            plan.bundle, pool, self._node, fleet.key, read_key(fleet.key), plan.engine(pool).options,
+            released(fleet), pool, self._node, fleet.key, read_key(fleet.key), plan.engine(pool).options,
             drain_seconds=plan.drain_seconds,
         )  # fmt: skip
         self._wanted: float | None = None

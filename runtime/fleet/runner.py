@@ -14,7 +14,7 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -33,6 +33,7 @@ CONNECT_SECONDS = 30.0  # that an engine has to open, before it is connected to 
 ASK_SECONDS = 1.0  # that a gateway has to say that it is there
 STUCK_SECONDS = 10.0  # without a report beyond the length of a step, until it is killed
 MOST_FAILURES, FAILURE_SECONDS = 3, 60.0  # more in so many seconds, and it is given up
+REOPEN_SECONDS = 600.0  # that an engine has to open another bundle
 FETCH_SECONDS = 1.0  # without a request and a block that was fetched, until nobody will fetch more
 END_SECONDS = 10.0  # that a process has to end beyond the time of its requests
 LOG_LINES = 12  # of the process, that an error shows
@@ -70,7 +71,7 @@ class Runner(ABC):
         """That it may listen at; 0 is any free one."""
 
     @abstractmethod
-    def _command(self) -> Sequence[str]: ...
+    async def _command(self) -> Sequence[str]: ...
 
     @abstractmethod
     async def _connect(self) -> None:
@@ -118,9 +119,10 @@ class Runner(ABC):
     async def _open(self) -> None:
         begun = monotonic()
         self._lines.clear()
+        command = await self._command()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "runtime.fleet.guard", str(os.getpid())),
-            *(*COMMAND, *self._command(), *self._options),
+            *(*COMMAND, *command, *self._options),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for this process, which ends the others in turn
             stderr=asyncio.subprocess.PIPE,
@@ -197,17 +199,22 @@ class Runner(ABC):
 
 
 class EngineRunner(Runner):
-    """``tapeout engine``. It is connected to as a gateway would be, and its reports say how it is."""
+    """``tapeout engine``. It is connected to as a gateway would be, and its reports say how it is.
+
+    ``bundle``: what it is started with, asked for at each start. An engine that is told to open another one goes on as
+    the same process, and is waited for.
+    """
 
     kind = "engine"
 
     def __init__(
-        self, bundle: str, pool: Pool, host: str, key_file: Path, key: bytes, options: Sequence[str], *,
+        self, bundle: Callable[[], str], pool: Pool, host: str, key_file: Path, key: bytes, options: Sequence[str], *,
         drain_seconds: float,
     ) -> None:  # fmt: skip
         super().__init__(host, options, drain_seconds=drain_seconds)
         self.pool: Pool = pool
         self._bundle, self._key_file, self._key = bundle, key_file, key
+        self._left_at: float | None = None  # when it left to open another bundle
         self._connection: RemoteEngine | None = None
         self._load = EngineLoad()
 
@@ -243,9 +250,10 @@ class EngineRunner(Runner):
     def _ports(self) -> Iterable[int]:
         return (0,)
 
-    def _command(self) -> Sequence[str]:
+    async def _command(self) -> Sequence[str]:
+        bundle = await asyncio.to_thread(self._bundle)
         key = ("--key-file", str(self._key_file))
-        return ("engine", self._bundle, "--listen", self.address, *key, "--pool", self.pool)
+        return ("engine", bundle, "--listen", self.address, *key, "--pool", self.pool)
 
     async def _connect(self) -> None:
         connection = RemoteEngine(self.address, self._key, Path())
@@ -254,16 +262,28 @@ class EngineRunner(Runner):
         except BaseException:
             await connection.close()
             raise
-        self._connection, self._load = connection, EngineLoad()
+        self._connection, self._load, self._left_at = connection, EngineLoad(), None
         connection.watch(0, self._heard)
 
     async def _look(self) -> None:
         connection = self._connection
         assert connection is not None, "it was open"
         if connection.down:
-            raise TapeoutError(f"the engine at {self.address} has closed its connection")
+            await self._connect_again(connection)
+            return
         if connection.silent_seconds - connection.stats.step_seconds > STUCK_SECONDS:
             raise TapeoutError(f"the engine at {self.address} has not reported for {STUCK_SECONDS:g} seconds")
+
+    async def _connect_again(self, connection: RemoteEngine) -> None:
+        """To one that has left to open another bundle, once it is there."""
+        if not connection.leaving:
+            raise TapeoutError(f"the engine at {self.address} has closed its connection")
+        self._left_at = self._left_at or monotonic()
+        try:
+            await self._connect()
+        except EngineDownError as error:
+            if monotonic() - self._left_at > REOPEN_SECONDS:
+                raise TapeoutError(f"the engine at {self.address} opens no bundle: {one_line(error)}") from error
 
     async def _end(self, first: signal.Signals, seconds: float) -> None:
         if self._connection is not None:
@@ -299,7 +319,7 @@ class GatewayRunner(Runner):
     def _ports(self) -> Iterable[int]:
         return range(self._first_port, self._first_port + self._most)
 
-    def _command(self) -> Sequence[str]:
+    async def _command(self) -> Sequence[str]:
         drain = str(self._drain_seconds)
         where = ("--host", self._host, "--port", str(self.port))
         return ("gateway", str(self._file), *where, "--drain-seconds", drain)

@@ -156,6 +156,7 @@ class EngineInfo:
     moves_blocks: bool = False  # its blocks can be fetched by an engine of the same bundle and level
     slot_bytes: int = 0  # of the recurrent state of one sequence
     pool: Pool = "mixed"  # what a gateway of several engines gives it
+    source: str = ""  # of the bundle: an absolute folder, or models:/NAME/VERSION; empty where that was not said
 
 
 class EngineStats(NamedTuple):

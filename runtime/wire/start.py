@@ -18,7 +18,8 @@ class EngineSettings:
     instead of ``slots``. ``snapshots``: of recurrent state that are kept for prefixes; one for each of these sequences
     if None. ``snapshot_share``: instead, of all memory of state, 0 to below 1. ``public_key``: a file.
     ``public_key``, ``level``: see :func:`engines.load.load`.
-    ``background``: the process runs only while no other wants the processor. ``pool``: see :class:`EngineInfo`.
+    ``background``: the process runs only while no other wants the processor. ``pool``, ``source``: see
+    :class:`EngineInfo`.
     """
 
     threads: int = 0
@@ -30,6 +31,7 @@ class EngineSettings:
     snapshots: int | None = None
     snapshot_share: float | None = None
     pool: Pool = "mixed"
+    source: str = ""
 
 
 @dataclass(frozen=True)

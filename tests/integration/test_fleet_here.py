@@ -13,8 +13,10 @@ import httpx2
 import psutil
 import pytest
 
+from evals.check import Outcome
+from pipeline.cli.release import FleetRelease
 from tests.command import COMMAND, ROOT
-from tests.fleet_load import Load, answers, build_tiny, by_pool, free_port, lost, ready
+from tests.fleet_load import RELEASE, Load, answers, build_tiny, by_pool, digests, free_port, lost, ready
 from tests.waiting import wait_for
 
 SCALING = "scaling: {least: 1, most: 2, hold_seconds: 1}"
@@ -50,6 +52,10 @@ up:
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def engines(self) -> set[int]:
+        """Their processes."""
+        return {one.pid for one in self.children() if "engine" in one.cmdline()}
 
     def child(self, command: str) -> psutil.Process:
         return next(one for one in self.children() if command in one.cmdline())
@@ -89,6 +95,30 @@ def test_engines_follow_the_load_and_one_that_dies_is_started_again(here: Here) 
     here.process.send_signal(signal.SIGTERM)
     assert here.process.wait(60) == 0
     assert len(children) >= 2 and gone(children)
+
+
+def test_a_release_stays_where_an_engine_dies_and_is_reversed(folder: Path) -> None:
+    """Planted: an engine that opens another bundle counts as dead; one that is started anew gets what the file says."""
+    here = Here(folder, "scaling: {least: 2, most: 2}")
+    try:
+        wait_for(lambda: len(ready(here.url)) == 2)
+        wanted: list[Any] = answers(here.url)
+        (old,) = set(digests(here.url))
+        load, before = Load(here.url, wanted, new=True), here.engines()
+        verdict = FleetRelease(here.file, [here.url], RELEASE).release(str(folder / "other"))
+        assert verdict.outcome is Outcome.PASS, verdict
+        (new,) = set(digests(here.url))
+        assert new != old and here.engines() == before
+        here.child("engine").kill()
+        wait_for(lambda: digests(here.url) == [new])
+        wait_for(lambda: digests(here.url) == [new, new])
+        FleetRelease(here.file, [here.url], RELEASE).rollback()
+        assert digests(here.url) == [old, old]
+        load.end()
+        assert lost(here.url) == 0
+    finally:
+        here.process.send_signal(signal.SIGTERM)
+        assert here.process.wait(60) == 0
 
 
 def test_nothing_is_left_where_it_is_killed(here: Here) -> None:

@@ -21,9 +21,11 @@ import httpx2
 import psutil
 import pytest
 
+from evals.check import Outcome
+from pipeline.cli.release import FleetRelease
 from runtime.fleet.ray_cluster import TOKEN_PATH, LocalRay
 from tests.command import COMMAND, ROOT
-from tests.fleet_load import Load, answers, build_tiny, by_pool, free_port, lost, ready, replicas
+from tests.fleet_load import RELEASE, Load, answers, build_tiny, by_pool, digests, free_port, lost, ready, replicas
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(
@@ -163,6 +165,26 @@ def test_an_engine_is_renewed_while_another_answers(fleet: Fleet, wanted: list[A
     after = {one["address"]: one["process"] for one in fleet.told("status")["engines"]}
     assert after.keys() == {one["address"] for one in before}
     assert "no engine at" in fleet.run("drain", "tcp:127.0.0.1:1", code=2)
+
+
+@thorough
+def test_a_release_stays_where_an_engine_dies_and_is_reversed(fleet: Fleet, wanted: list[Any]) -> None:
+    fleet.told("scale", "2")
+    wait_for(lambda: len(ready(fleet.url)) == 2)
+    (old,) = set(digests(fleet.url))
+    load, before = Load(fleet.url, wanted, new=True), {one["process"] for one in fleet.told("status")["engines"]}
+    verdict = FleetRelease(fleet.file, [fleet.url], RELEASE).release(str(fleet.file.with_name("other")))
+    assert verdict.outcome is Outcome.PASS, verdict
+    (new,) = set(digests(fleet.url))
+    engines = fleet.told("status")["engines"]
+    assert new != old and {one["process"] for one in engines} == before
+    os.kill(engines[0]["process"], signal.SIGKILL)
+    wait_for(lambda: digests(fleet.url) == [new])
+    wait_for(lambda: digests(fleet.url) == [new, new])
+    FleetRelease(fleet.file, [fleet.url], RELEASE).rollback()
+    assert digests(fleet.url) == [old, old]
+    load.end()
+    assert lost(fleet.url) == 0
 
 
 @contextmanager

@@ -70,10 +70,11 @@ def test_gateways_that_are_started_get_the_objectives_of_the_file(tmp_path: Path
     here._roster.engine("1", "mixed", Place("tcp:127.0.0.1:7", "127.0.0.1", 1, 2), None, now := monotonic())
     here._list(now)
     (folder / "ray.yaml").write_text(resolved(file, "10.0.0.1:6379"))
-    for name in ("fleet.yaml", "ray.yaml"):
+    assert file.up is not None
+    for name in (f"{file.up.name}.yaml", "ray.yaml"):
         found = FleetFile.read(folder / name)
         assert found.slo is not None and found.slo.availability == 0.99 and found.scaling == file.scaling
-    assert FromFile(folder / "fleet.yaml").read().engines == ("tcp:127.0.0.1:7",)
+    assert FromFile(folder / f"{file.up.name}.yaml").read().engines == ("tcp:127.0.0.1:7",)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -144,7 +145,6 @@ def test_a_key_or_bundle_that_is_missing_is_named_before_anything_starts(
         ("up: {bundle: b, engines: {options: [--pool, decode]}}", "`--pool` is no option here: `pools` in the file"),
         ("up: {bundle: b}\nscaling: {}\npools: {}", "`scaling` is of a fleet without `pools`"),
         ("up: {bundle: b, decode: {}}", "`up.prefill` and `up.decode` are of engines in `pools`"),
-        ("up: {bundle: b}\nreleases: sqlite:///plans.db", "`releases` is of engines that run already"),
         ("up: {}", "`up.bundle` is missing"),
         ("engines: [tcp:h:1\nkey: k", "no YAML on line 2"),
         ("engines: [tcp:h:1]\nslo: {availability: 99.9}", "`slo.availability`: input should be less than 1, not 99.9"),

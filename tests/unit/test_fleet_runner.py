@@ -33,7 +33,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runner(folder: Path, bundle: str = "sound") -> EngineRunner:
     (folder / "key").write_bytes(KEY)
-    return EngineRunner(bundle, "mixed", "127.0.0.1", folder / "key", KEY, (), drain_seconds=5)
+    return EngineRunner(lambda: bundle, "mixed", "127.0.0.1", folder / "key", KEY, (), drain_seconds=5)
 
 
 def test_an_engine_stays_until_the_blocks_of_its_requests_are_fetched(

@@ -108,6 +108,13 @@ class Fleet:
     def ready(self) -> dict[str, str]:
         return {address: digest for address, digest in self.bundles.items() if address not in self.away}
 
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(self.bundles)
+
+    def source(self, digest: str) -> str:
+        assert digest == OLD
+        return "models:/name/6"
+
     def figures(self, digest: str) -> Figures:
         return self.counted[digest]
 
@@ -116,7 +123,7 @@ class Fleet:
         assert plan.moving == address, "gateways know which engine is away"
         self.least = min(self.least, len(self.ready().keys() - {address}))
         self.log.append((plan.phase, plan.share, address, source))
-        wanted = NEW if source == "new" else self.before[address]
+        wanted = NEW if Path(source).name == "new" else self.before[address]
         notice = "no evidence for its level" if address in self.keeps and wanted == NEW else ""
         if not notice:
             self.before[address], self.bundles[address] = self.bundles[address], wanted
@@ -228,12 +235,58 @@ def test_a_fleet_that_cannot_spare_an_engine_is_refused(fleet: Fleet) -> None:
         fleet.change().release("new")
 
 
-def test_engines_that_are_started_again_with_their_old_bundle_are_refused(fleet: Fleet) -> None:
-    """Whoever runs them takes an engine that opens another bundle for one that has died. Planted: no look at `up`."""
+@pytest.fixture
+def started(fleet: Fleet) -> Fleet:
+    """By its file: `tapeout fleet up` or `run`."""
+    fleet.list.with_name("k").write_text("c" * 64)
     fleet.list.write_text("key: k\nup: {bundle: b}")
-    with pytest.raises(ReleaseError, match=r"(?s)run by `tapeout fleet`.*change `bundle` in the file"):
-        fleet.change()
-    assert not fleet.log and PlanFile(plan_path(fleet.list)).read() is None
+    return fleet
+
+
+def test_the_plan_of_a_fleet_that_is_started_by_its_file_says_where_bundles_are(started: Fleet) -> None:
+    """Else an engine that is started anew has the one of the file. Planted: a plan without sources."""
+    assert started.change().release("new").outcome is Outcome.PASS
+    source = str(Path("new").absolute())
+    assert started.plan.sources == {NEW: source, OLD: "models:/name/6"} and started.least == 3
+    assert started.plan.started_with == "models:/name/6" and {step[3] for step in started.log} == {source}
+    started.log.clear()
+    started.change().rollback()
+    assert set(started.bundles.values()) == {OLD} and {step[3] for step in started.log} == {"models:/name/6"}
+    assert started.plan.sources[started.plan.stable] == "models:/name/6"
+    assert started.change().release("new").outcome is Outcome.PASS
+    assert started.plan.started_with == "models:/name/6"
+
+
+def test_an_engine_that_came_during_the_release_gets_the_bundle_too(started: Fleet) -> None:
+    """It is started with the stable one. Planted: the engines of the beginning."""
+
+    async def reopen(*arguments: Any) -> EngineInfo:
+        started.bundles.setdefault("unix:/late", OLD)
+        started.before.setdefault("unix:/late", OLD)
+        return await started.reopen(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(release, "reopen", reopen)
+        assert started.change().release("new").outcome is Outcome.PASS
+    assert started.bundles["unix:/late"] == NEW and set(started.bundles.values()) == {NEW}
+
+
+def test_what_engines_that_are_started_later_could_not_open_is_refused(started: Fleet) -> None:
+    with pytest.raises(ReleaseError, match=r"models:/name@champion is an alias"):
+        started.change().release("models:/name@champion")
+    started.list.write_text("key: k\nup: {bundle: b, ray: '10.0.0.1:6379'}")
+    with pytest.raises(ReleaseError, match=r"(?s)engines of a cluster find the plan.*releases: postgresql"):
+        started.change()
+    assert not started.log and PlanFile(plan_path(started.list)).read() is None
+
+
+def test_another_engine_is_the_canary_where_the_first_was_started_anew(fleet: Fleet) -> None:
+    """With its old bundle. Planted: the command waits for calls of a bundle that nobody has."""
+    fleet.counted[NEW] = Figures(calls=20, first_tokens=(20,))
+    assert fleet.change(canary_seconds=0).release("new").outcome is Outcome.INCONCLUSIVE
+    fleet.bundles[ENGINES[3]] = OLD
+    assert fleet.change(canary_seconds=0).release("new").outcome is Outcome.INCONCLUSIVE
+    assert [*fleet.bundles.values()].count(NEW) == 1 and fleet.plan.phase == "canary"
 
 
 def test_a_second_command_ends_the_first_one_rather_than_being_overruled(fleet: Fleet) -> None:

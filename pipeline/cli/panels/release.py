@@ -1,4 +1,4 @@
-"""``tapeout fleet release`` and ``rollback``: commands that change the bundle of engines that `tapeout engine` runs."""
+"""``tapeout fleet release`` and ``rollback``: commands that change the bundle of all engines of a fleet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from pipeline.cli.shared import Json, show
 
 commands = typer.Typer()
-File = Annotated[Path, typer.Argument(help="The list of engines, as `tapeout gateway` has it.")]
+File = Annotated[Path, typer.Argument(help="The file of the fleet, as `tapeout gateway` or `tapeout fleet up` has it.")]
 GatewayUrls = Annotated[
     list[str], typer.Option("--gateway", help="Address of a gateway over these engines; name all of them.")
 ]

@@ -13,7 +13,7 @@ The static file is YAML::
       prefill: {least: 1, most: 4}
       decode: {least: 1, most: 4}
     slo: {availability: 0.999}     # see :mod:`tapeout.slo`; read once, when the gateway starts
-    releases: postgresql://db      # where the release plan lies, instead of beside this file
+    releases: postgresql://db      # where the release plan lies, instead of beside this file; or file:PATH
 
 Instead of ``engines`` it may say what ``tapeout fleet up`` starts (``up``; the engines are then those that run), or
 name a ``table`` (a database, :mod:`runtime.gateway.fleet.table_discovery`) or ``kubernetes``
@@ -48,6 +48,8 @@ from runtime.wire.messages import Pool
 from tapeout.errors import TapeoutError, one_line
 from tapeout.file_errors import file_problem
 from tapeout.slo import ServiceLevelObjectives
+
+FILE_PLACE = "file:"  # before a path, in `releases`
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +107,8 @@ class _External(BaseModel):
 
 
 class FleetFile(BaseModel):
-    """``up``: what ``tapeout fleet`` starts. ``releases``: the database with the release plan.
+    """``up``: what ``tapeout fleet`` starts. ``releases``: the database with the release plan, or :data:`FILE_PLACE`
+    and the path of a file.
 
     ``scaling``: what the number of engines depends on; ``pools``: the same where there are engines for prompts and
     others for what follows.
@@ -133,14 +136,6 @@ class FleetFile(BaseModel):
             raise ValueError(
                 "`external` beside engines of our own: they are different bundles, and a gateway answers with one; "
                 "write a file for each of them, and start a gateway with each"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _require_releases_of_its_own(self) -> FleetFile:
-        if self.releases is not None and self.up is not None:
-            raise ValueError(
-                "`releases` is of engines that run already: `tapeout fleet release` does not change those of `up`"
             )
         return self
 
@@ -179,7 +174,11 @@ class FleetFile(BaseModel):
             ) from error
         folder = path.parent.absolute()
         external = tuple(server.beside(folder) for server in found.external)
-        return found.model_copy(update={"key": found.key and folder / found.key, "external": external})
+        releases = found.releases
+        if releases is not None and releases.startswith(FILE_PLACE):
+            releases = f"{FILE_PLACE}{folder / releases.removeprefix(FILE_PLACE)}"
+        changed = {"key": found.key and folder / found.key, "external": external, "releases": releases}
+        return found.model_copy(update=changed)
 
 
 class FromFile:

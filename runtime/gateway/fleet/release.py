@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
@@ -42,6 +42,9 @@ class ReleasePlan(BaseModel):
     """``stable`` and ``candidate``: digests; engines of others get nothing. ``share``: of the conversations that the
     candidate gets. ``moving``: address of the engine that opens another bundle now. ``least_ready``: engines at any
     time. Where there is no change, the candidate is empty, and ``previous`` is what a rollback of a done one goes to.
+
+    For engines that ``tapeout fleet`` starts, ``sources``: of bundles, by digest; ``started_with``: what the file of
+    the fleet said when its engines were started.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,6 +56,8 @@ class ReleasePlan(BaseModel):
     phase: Phase
     moving: str = ""
     least_ready: Annotated[int, Field(ge=0)] = 0
+    sources: Mapping[Digest, str] = {}
+    started_with: str = ""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -75,9 +80,9 @@ class PlanStore(Protocol):
         """None where there is none."""
         ...
 
-    def write(self, plan: ReleasePlan, before: ReleasePlan | None) -> None:
-        """In one step: a gateway may read it at any time. ``before``: what the writer knows to be there; it is an error
-        where something else is there by now, since two commands would change one fleet.
+    def write(self, plan: ReleasePlan | None, before: ReleasePlan | None) -> None:
+        """In one step: a gateway may read it at any time. None removes it. ``before``: what the writer knows to be
+        there; it is an error where something else is there by now, since two commands would change one fleet.
         """
         ...
 
@@ -103,7 +108,7 @@ class PlanFile:
                 remedy="remove it, and release again",
             ) from error
 
-    def write(self, plan: ReleasePlan, before: ReleasePlan | None) -> None:
+    def write(self, plan: ReleasePlan | None, before: ReleasePlan | None) -> None:
         # Two that write at the same moment may both get through here; then one of them fails at its next step.
         if self.read() != before:
             raise changed_meanwhile(self)

@@ -47,11 +47,11 @@ class PlanTable:
             raise self._failure(error) from error
         return self._parsed(found)
 
-    def write(self, plan: ReleasePlan, before: ReleasePlan | None) -> None:
+    def write(self, plan: ReleasePlan | None, before: ReleasePlan | None) -> None:
         import sqlalchemy as sa
         from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
-        row = {"fleet": self._fleet, "plan": plan.model_dump_json()}
+        row = {} if plan is None else {"fleet": self._fleet, "plan": plan.model_dump_json()}
         try:
             self._create()
             with self._engine.begin() as connection:
@@ -59,11 +59,13 @@ class PlanTable:
                 if self._parsed(found) != before:
                     raise changed_meanwhile(self)
                 if found is None:
-                    connection.execute(sa.insert(self._table).values(row))
-                else:
-                    same = sa.and_(self._table.c.fleet == self._fleet, self._table.c.plan == found)
-                    if not connection.execute(sa.update(self._table).where(same).values(row)).rowcount:
-                        raise changed_meanwhile(self)
+                    if row:
+                        connection.execute(sa.insert(self._table).values(row))
+                    return
+                change = sa.update(self._table).values(row) if row else sa.delete(self._table)
+                same = sa.and_(self._table.c.fleet == self._fleet, self._table.c.plan == found)
+                if not connection.execute(change.where(same)).rowcount:
+                    raise changed_meanwhile(self)
         except IntegrityError as error:  # another command has inserted the row
             raise changed_meanwhile(self) from error
         except (SQLAlchemyError, DatabaseError) as error:

@@ -127,6 +127,7 @@ class FleetView(Collector, Hook):
                 "level": status.info.level if status.info else None,
                 "pool": status.info.pool if status.info else None,
                 "digest": status.info.digest if status.info else None,
+                "source": (status.info.source or None) if status.info else None,
                 "requests": status.own,
                 "running": status.stats.running,
                 "waiting": status.stats.waiting,

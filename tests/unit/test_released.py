@@ -1,0 +1,83 @@
+"""What an engine of `tapeout fleet` is started with, before, in and after a release."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.fleet import source_of
+from runtime.fleet.control import read_plan
+from runtime.fleet.released import forget_release, released, with_plan_beside
+from runtime.gateway.fleet.discovery import FleetFile
+from runtime.gateway.fleet.plan_places import find_plans
+from runtime.gateway.fleet.release import PlanStore, ReleasePlan, plan_path
+
+OLD, NEW = "a" * 8, "b" * 8
+
+
+@pytest.fixture(params=["beside", "file:plans/one.json", "sqlite:///{folder}/plans.db"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    (tmp_path / "key").write_text("c" * 64)
+    found = tmp_path / "fleet.yaml"
+    place = "" if request.param == "beside" else f"releases: {request.param.format(folder=tmp_path)}\n"
+    found.write_text(f"key: key\nup: {{bundle: first, name: one}}\n{place}")
+    return found
+
+
+def started(path: Path) -> FleetFile:
+    file, _ = read_plan(path)
+    return with_plan_beside(file, path)
+
+
+def plans_of(path: Path) -> PlanStore:
+    """As `tapeout fleet release` finds them."""
+    return find_plans(path, FleetFile.read(path))
+
+
+def release_of(path: Path, phase: str, stable: str, candidate: str = "") -> ReleasePlan:
+    plans, sources = plans_of(path), {OLD: str(path.parent / "first"), NEW: "models:/name/7"}
+    plan = ReleasePlan(stable=stable, candidate=candidate, phase=phase, sources=sources, started_with=sources[OLD])  # type: ignore[arg-type]
+    plans.write(plan, plans.read())
+    return plan
+
+
+def test_an_engine_gets_the_stable_bundle_of_the_release(path: Path) -> None:
+    bundle, first = released(started(path)), str(path.parent / "first")
+    assert bundle() == first
+    release_of(path, "canary", OLD, NEW)
+    assert bundle() == first
+    release_of(path, "done", NEW)
+    assert bundle() == "models:/name/7"
+    release_of(path, "rolled back", OLD)
+    assert bundle() == first
+
+
+def test_a_fleet_that_is_started_again_goes_on_with_it_until_its_file_names_another(path: Path) -> None:
+    """Planted: the plan is forgotten at each start; it stays though the file has changed."""
+    plan = release_of(path, "done", NEW)
+    forget_release(started(path), source_of)
+    assert plans_of(path).read() == plan
+    path.write_text(path.read_text().replace("bundle: first", "bundle: second"))
+    file = started(path)
+    forget_release(file, source_of)
+    assert plans_of(path).read() is None and released(file)() == str(path.parent / "second")
+
+
+def test_an_engine_gets_what_the_last_one_got_where_the_plan_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("key: key\nup: {bundle: first}\n")
+    (tmp_path / "key").write_text("c" * 64)
+    release_of(path, "done", NEW)
+    bundle = released(started(path))
+    assert bundle() == "models:/name/7"
+    plan_path(path).write_text("nonsense")
+    assert bundle() == "models:/name/7"
+
+
+def test_a_cluster_without_a_place_for_plans_has_what_its_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("key: key\nup: {bundle: first, ray: '10.0.0.1:6379'}\n")
+    file, _ = read_plan(path)
+    forget_release(file, source_of)
+    assert released(file)() == str(tmp_path / "first")
