@@ -6,6 +6,7 @@ A bundle called ``broken`` cannot be opened.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from runtime.engine import worker
@@ -14,6 +15,8 @@ from runtime.wire.limits import Limits
 from runtime.wire.start import Start
 from tests.faulty_engine import Faulty, open_faulty
 
+OPENING_SECONDS = 1.0  # of another bundle
+
 
 def main() -> None:
     _, bundle, _, address, _, key_file, *_ = sys.argv[1:]
@@ -21,7 +24,9 @@ def main() -> None:
     listener = Address.parse(address).listen(key)
     if bundle == "broken":
         sys.exit("error: it cannot be opened")
-    worker.listen(Start(str(Faulty()), limits=Limits()), listener, key, open_faulty)
+    start = Start(str(Faulty()), limits=Limits())
+    while worker.listen(start, listener, key, open_faulty) is not None:  # it was told to open another bundle
+        time.sleep(OPENING_SECONDS)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli.fleet import source_of
+from pipeline.cli.release import reopen
+from runtime.fleet import runner as module
 from runtime.fleet.control import read_plan
 from runtime.fleet.released import forget_release, released, with_plan_beside
+from runtime.fleet.runner import EngineRunner
 from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan_places import find_plans
 from runtime.gateway.fleet.release import PlanStore, ReleasePlan, plan_path
+from tests.command import ROOT
+from tests.waiting import until
 
 OLD, NEW = "a" * 8, "b" * 8
 
@@ -81,3 +88,28 @@ def test_a_cluster_without_a_place_for_plans_has_what_its_file_says(tmp_path: Pa
     file, _ = read_plan(path)
     forget_release(file, source_of)
     assert released(file)() == str(tmp_path / "first")
+
+
+def test_an_engine_that_opens_another_bundle_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same process. Planted: one that has closed its connection is killed and started again."""
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-m", "tests.command_engine"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    key = b"c" * 64
+    (tmp_path / "key").write_bytes(key)
+
+    async def run() -> None:
+        engine = EngineRunner(lambda: "sound", "mixed", "127.0.0.1", tmp_path / "key", key, (), drain_seconds=5)
+        await engine.start()
+        try:
+            before = engine.pid
+            told = asyncio.create_task(reopen(engine.address, key, "other", 5.0, 60.0))
+            await until(lambda: not engine.answers)
+            await until(lambda: engine.answers)
+            await told
+            assert engine.pid == before
+            engine.require_healthy()
+        finally:
+            await engine.stop()
+
+    asyncio.run(run())
