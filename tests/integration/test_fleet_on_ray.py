@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -188,7 +188,7 @@ def test_a_release_stays_where_an_engine_dies_and_is_reversed(fleet: Fleet, want
 
 
 @contextmanager
-def joined(fleet: Fleet, name: str, scaling: str) -> Iterator[Fleet]:
+def joined(fleet: Fleet, name: str, scaling: str) -> Generator[Fleet]:
     """A second fleet on the same Ray, as one that somebody else has started."""
     text, other = fleet.file.read_text(), Fleet(fleet.file.parent)
     other.file = fleet.file.with_name(f"{name}.yaml")
