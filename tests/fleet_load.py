@@ -11,11 +11,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import httpx2
 import pytest
 
 from evals.kinds.online.canary import CanaryBounds
 from pipeline.cli.release import ReleaseOptions
+from tests import web
 from tests.exported import build_float, tiny_graph
 from tests.native import own_cache
 from tests.waiting import wait_for
@@ -41,7 +41,7 @@ def build_tiny(folder: Path) -> None:
 
 def replicas(url: str) -> list[dict[str, Any]]:
     """As the gateway sees them."""
-    return httpx2.get(f"{url}/fleet", timeout=30).json()["replicas"]
+    return web.get(f"{url}/fleet", timeout=30).json()["replicas"]
 
 
 def ready(url: str) -> list[str]:
@@ -59,7 +59,7 @@ def by_pool(url: str) -> dict[str, int]:
 
 
 def lost(url: str) -> int:
-    return httpx2.get(f"{url}/fleet", timeout=30).json()["lost"]
+    return web.get(f"{url}/fleet", timeout=30).json()["lost"]
 
 
 def answers(url: str) -> list[Any]:
@@ -76,7 +76,7 @@ def free_port() -> int:
 def answer(url: str, number: int, conversation: str = "") -> Any:
     """What differs between two answers of one request left out."""
     body = ASKED[number % len(ASKED)] | ({"prompt_cache_key": conversation} if conversation else {})
-    found = httpx2.post(f"{url}/v1/completions", json=body, timeout=120)
+    found = web.post(f"{url}/v1/completions", json=body, timeout=120)
     assert found.status_code == 200, found.text
     return found.json()["choices"], found.json()["usage"]["completion_tokens"]
 

@@ -25,6 +25,7 @@ from runtime.gateway.protocol.calls import Hook
 from runtime.gateway.text.chat_template import ChatTemplate
 from runtime.gateway.text.model import TextModel
 from runtime.wire.limits import Limits
+from tests import web
 from tests.serving_client import LocalClient, SlowEngine
 
 END, START, CALLS = "<|end|>", "<|start|>", "[TOOL_CALLS]"
@@ -122,7 +123,7 @@ def serving(
     app = create_app(service)
     with (
         listening(app) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as api,
-        httpx2.Client(base_url=url, timeout=20) as http,
+        web.openai_client(url, timeout=20) as api,
+        web.client(base_url=url, timeout=20) as http,
     ):
         yield Served(url, app, service, client, engine, api, http)

@@ -11,12 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import sqlalchemy as sa
 import yaml
 
-from tests import command
+from tests import command, web
 from tests.command import COMMAND, ROOT, Running
 from tests.exported import build_float, tiny_graph
 from tests.native import own_cache
@@ -96,9 +95,9 @@ class Composed:
 
     def fleet(self, name: str) -> list[dict[str, Any]]:
         """Its engines, as a gateway sees them."""
-        found: list[dict[str, Any]] = httpx2.get(
-            f"{self.gateways[name].url}/fleet", headers=HEADERS, timeout=30
-        ).json()["replicas"]
+        found: list[dict[str, Any]] = web.get(f"{self.gateways[name].url}/fleet", headers=HEADERS, timeout=30).json()[
+            "replicas"
+        ]
         return found
 
     def replicas(self, name: str) -> dict[str, str]:
@@ -106,7 +105,7 @@ class Composed:
 
     def answers(self, name: str) -> bool:
         body = {"model": "engine", "prompt": "The list is", "max_tokens": 20, "seed": 1}
-        found = httpx2.post(f"{self.gateways[name].url}/v1/completions", json=body, headers=HEADERS, timeout=60)
+        found = web.post(f"{self.gateways[name].url}/v1/completions", json=body, headers=HEADERS, timeout=60)
         return found.status_code == 200
 
 

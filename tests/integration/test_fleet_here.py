@@ -15,6 +15,7 @@ import pytest
 
 from evals.check import Outcome
 from pipeline.cli.release import FleetRelease
+from tests import web
 from tests.command import COMMAND, ROOT
 from tests.fleet_load import RELEASE, Load, answers, build_tiny, by_pool, digests, free_port, lost, ready
 from tests.waiting import wait_for
@@ -144,7 +145,7 @@ def test_each_pool_follows_its_own_load(folder: Path) -> None:
         wanted: list[Any] = answers(here.url)
         load = Load(here.url, wanted, clients=3, pause=0)
         wait_for(lambda: by_pool(here.url)["decode"] == 2)
-        metrics = httpx2.get(f"{here.url}/metrics", timeout=30).text
+        metrics = web.get(f"{here.url}/metrics", timeout=30).text
         assert all(f'tapeout:replicas_wanted{{pool="{pool}"}}' in metrics for pool in ("prefill", "decode"))
         killed = next(one for one in here.children() if "decode" in one.cmdline())
         killed.kill()
@@ -153,7 +154,7 @@ def test_each_pool_follows_its_own_load(folder: Path) -> None:
         load.end()
         wait_for(lambda: by_pool(here.url) == {"prefill": 1, "decode": 1})
         assert answers(here.url) == wanted and lost(here.url) == 0
-        assert httpx2.get(f"{here.url}/fleet", timeout=30).json()["moves"] > 0
+        assert web.get(f"{here.url}/fleet", timeout=30).json()["moves"] > 0
         here.process.send_signal(signal.SIGTERM)
         assert here.process.wait(60) == 0
     finally:

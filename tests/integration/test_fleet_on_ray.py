@@ -17,13 +17,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import httpx2
 import psutil
 import pytest
 
 from evals.check import Outcome
 from pipeline.cli.release import FleetRelease
 from runtime.fleet.ray_cluster import TOKEN_PATH, LocalRay
+from tests import web
 from tests.command import COMMAND, ROOT
 from tests.fleet_load import RELEASE, Load, answers, build_tiny, by_pool, digests, free_port, lost, ready, replicas
 from tests.waiting import wait_for
@@ -103,7 +103,7 @@ def test_what_is_up_is_not_started_again_and_status_says_what_there_is(fleet: Fl
     assert all(one["cold_seconds"] > 0 for one in status["engines"])
     assert [one["address"] for one in status["gateways"]] == [fleet.url]
     assert sorted(one["address"] for one in status["engines"]) == sorted(ready(fleet.url))
-    assert 'tapeout:replicas_wanted{pool="mixed"} 2.0' in httpx2.get(f"{fleet.url}/metrics", timeout=30).text
+    assert 'tapeout:replicas_wanted{pool="mixed"} 2.0' in web.get(f"{fleet.url}/metrics", timeout=30).text
 
 
 def test_an_engine_that_is_killed_is_started_again_at_its_address(fleet: Fleet, wanted: list[Any]) -> None:

@@ -22,7 +22,7 @@ from pipeline.cli.main import main
 from pipeline.cli.release import FleetRelease, ReleaseOptions
 from runtime.gateway.fleet.release import PlanFile, plan_path
 from tapeout.observations import Observation, ObservationLog
-from tests import command
+from tests import command, web
 from tests.command import ROOT, Running
 from tests.exported import build_float, tiny_graph
 from tests.integration.test_serve_elsewhere import Engine
@@ -80,7 +80,7 @@ class Seen:
 
 
 def state(gateway: Running) -> Any:
-    return httpx2.get(f"{gateway.url}/fleet", timeout=30).json()
+    return web.get(f"{gateway.url}/fleet", timeout=30).json()
 
 
 def ready(gateway: Running) -> list[str]:
@@ -100,7 +100,7 @@ def load(gateway: Running) -> Iterator[Seen]:
             key = f"{number}-{turn // 3}"
             body = {"prompt": f"{key} The list", "max_tokens": 24, "prompt_cache_key": key, "stream": turn % 2 == 0}
             try:
-                found = httpx2.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
+                found = web.post(f"{gateway.url}/v1/completions", json=body, timeout=60)
                 whole = "[DONE]" in found.text if body["stream"] else found.status_code == 200
                 if found.status_code != 200 or '"error":' in found.text or not whole:  # answers may say "error"
                     seen.wrong.append(found.text[:300])
@@ -112,7 +112,7 @@ def load(gateway: Running) -> Iterator[Seen]:
     def operator() -> None:
         while not ended.is_set():
             seen.ready.add(len(ready(gateway)))
-            seen.releases.add(httpx2.get(f"{gateway.url}/live", timeout=30).json()["release"].partition(":")[0])
+            seen.releases.add(web.get(f"{gateway.url}/live", timeout=30).json()["release"].partition(":")[0])
             time.sleep(0.05)
 
     with ThreadPoolExecutor(5) as pool:
@@ -155,9 +155,9 @@ def test_a_fleet_changes_its_bundle_and_back_while_users_ask(
     assert {"canary", "rolling", "rolling back", ""} <= seen.releases
     figures = state(gateway)["bundles"]
     assert figures[new]["calls"] >= BOUNDS.min_calls and not figures[old]["failed"] + figures[new]["failed"]
-    models = httpx2.get(f"{gateway.url}/v1/models", timeout=30).json()["data"]
+    models = web.get(f"{gateway.url}/v1/models", timeout=30).json()["data"]
     assert models[0]["digest"] == old
-    assert f'tapeout:bundle_calls_total{{bundle="{new}"}}' in httpx2.get(f"{gateway.url}/metrics", timeout=30).text
+    assert f'tapeout:bundle_calls_total{{bundle="{new}"}}' in web.get(f"{gateway.url}/metrics", timeout=30).text
 
 
 def test_a_canary_that_is_undecided_stays_and_one_that_fails_is_reversed(

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from tokenizers import Tokenizer
 
@@ -27,7 +26,7 @@ from pipeline.cli import doctor
 from pipeline.stages import wiring
 from tapeout import artifact
 from tapeout.state import Recurrent
-from tests import command
+from tests import command, web
 from tests.drills.stages import write_project
 from tests.native import own_cache
 
@@ -137,14 +136,14 @@ def test_answers_are_those_of_the_engine_alone(project: Path, server: command.Ru
     for turn in range(2):
         for prompt, tokens in zip(prompts, expected, strict=True):
             body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "return_token_ids": True}
-            answer = httpx2.post(f"{server.url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60).json()
+            answer = web.post(f"{server.url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60).json()
             assert answer["choices"][0]["token_ids"] == tokens
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == (turn and (len(prompt) - 1) // 64 * 64)
 
 
 def test_slots_are_in_the_metrics(project: Path, server: command.Running) -> None:
-    metrics = httpx2.get(f"{server.url}/metrics", timeout=10).text
+    metrics = web.get(f"{server.url}/metrics", timeout=10).text
     found = {
         name: float(value) for name, value in re.findall(r"^(tapeout:state_slots\w*)\S* (\S+)$", metrics, re.MULTILINE)
     }

@@ -47,7 +47,7 @@ from pipeline.registry.versions import model_id_of
 from tapeout.artifact import load
 from tapeout.errors import RegistryError
 from tapeout.signing import generate_keys
-from tests import command, judged, serving_machine
+from tests import command, judged, serving_machine, web
 from tests.command import COMMAND, ROOT
 from tests.judged import edit_record
 from tests.registries import empty_registry
@@ -93,7 +93,7 @@ def mlflow_server(
         while True:
             assert process.poll() is None and time.monotonic() < until, (folder / "log").read_text()
             try:
-                if httpx2.get(url, timeout=5, verify=False).status_code == 200:
+                if web.get(url, timeout=5).status_code == 200:
                     break
             except httpx2.HTTPError:
                 time.sleep(0.2)
@@ -389,7 +389,7 @@ def test_files_that_were_changed_in_the_store_are_refused_and_repaired(builder: 
     # Whoever reaches the server may overwrite what is registered: MLflow keeps no hash of it.
     url = f"http://127.0.0.1:{builder.port}/api/2.0/mlflow-artifacts/artifacts/{record.relative_to(builder.store)}"
     other = builder.folder / "run-ffffffff" / "baseline" / "record.json"
-    assert httpx2.put(url, content=other.read_bytes()).status_code == 200
+    assert web.put(url, content=other.read_bytes()).status_code == 200
     subprocess.run(["rm", "-rf", builder.serving / "bundles"], check=True)
     builder.refuses("its bundle is")
 
@@ -605,7 +605,7 @@ async def _under_load(url: str, change: Callable[[], object], wanted: Callable[[
             await _stream(client, failed)
             answered += 1
 
-    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+    async with web.async_client(base_url=url, timeout=60) as client:
         async with asyncio.TaskGroup() as group:
             for _ in range(3):
                 group.create_task(ask(client))
@@ -634,7 +634,7 @@ def test_a_champion_is_served_and_followed_elsewhere(builder: Builder, write_eng
     promote(builder.recipe)
     second = builder.submit("6", key=keys[0], write_candidate=write_engine, against=first)
     with served(builder, "--public-key", str(keys[1])) as (url, log):
-        assert httpx2.get(f"{url}/v1/models").json()["data"][0]["digest"] == first
+        assert web.get(f"{url}/v1/models").json()["data"][0]["digest"] == first
         answered, failed = asyncio.run(_under_load(url, lambda: promote(builder.recipe), second.__eq__))
         assert not failed and answered >= 6
         # A champion that passed, and does not open: the engine that is served stays.
@@ -645,6 +645,6 @@ def test_a_champion_is_served_and_followed_elsewhere(builder: Builder, write_eng
             time.sleep(0.1)
         assert any("the engine stays as it is" in line for line in log), "".join(log)
         assert builder.pulled(broken)
-        assert httpx2.get(f"{url}/v1/models").json()["data"][0]["digest"] == second
+        assert web.get(f"{url}/v1/models").json()["data"][0]["digest"] == second
         _, failed = asyncio.run(_under_load(url, lambda: rollback(builder.recipe), second.__eq__))
         assert not failed

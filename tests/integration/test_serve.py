@@ -30,7 +30,7 @@ from evals.kinds.tasks.harness import EngineLM
 from pipeline.cli.main import main
 from pipeline.stages.answering import CoreAnswerer
 from runtime.wire.limits import Limits
-from tests import command
+from tests import command, web
 from tests.command import COMMAND, ROOT, Running
 from tests.exported import build_float, tiny_graph
 from tests.native import own_cache
@@ -55,14 +55,14 @@ class Served(Running):
     openai: openai.OpenAI
 
     def post(self, path: str, body: Any) -> httpx2.Response:
-        return httpx2.post(f"{self.url}{path}", json=body, timeout=30)
+        return web.post(f"{self.url}{path}", json=body, timeout=30)
 
 
 @contextmanager
 def served(*options: str, open_files: int = 0) -> Iterator[Served]:
     with (
         command.served(*options, "--served-model-name", MODEL, open_files=open_files) as running,
-        openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=60) as client,
+        web.openai_client(running.url, "x", timeout=60) as client,
     ):
         yield Served(running.process, running.url, running.log, client)
 
@@ -290,7 +290,7 @@ def test_a_burst_with_clients_that_go_away(server: Served) -> None:
         return text
 
     async def burst() -> list[str]:
-        async with httpx2.AsyncClient(timeout=60) as client:
+        async with web.async_client(timeout=60) as client:
             return await asyncio.gather(*[one(client, number % 2 == 1) for number in range(24)])
 
     texts = asyncio.run(burst())
@@ -344,7 +344,7 @@ def test_sigterm_drains(bundles: tuple[Path, Path], seconds: int) -> None:
         assert engines
         tokens = 160 if seconds == 30 else 480  # of 64 answers: a second or more, and more than three seconds
         body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": tokens, "stream": True, "ignore_eos": True}
-        with httpx2.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as answer:
+        with web.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as answer:
             lines = answer.iter_lines()
             next(lines)
             running.process.send_signal(signal.SIGTERM)
@@ -366,7 +366,7 @@ def test_sigterm_drains(bundles: tuple[Path, Path], seconds: int) -> None:
 def test_a_second_signal_ends_the_server_at_once(bundles: tuple[Path, Path]) -> None:
     with served(str(bundles[0]), "--unsafe", "--drain-seconds", "600") as running:
         body = {"prompt": ["x"] * 8, "n": 16, "max_tokens": 480, "stream": True, "ignore_eos": True}
-        with httpx2.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as answer:
+        with web.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as answer:
             lines = answer.iter_lines()
             next(lines)
             running.process.send_signal(signal.SIGINT)
@@ -379,7 +379,7 @@ def test_a_second_signal_ends_the_server_at_once(bundles: tuple[Path, Path]) -> 
 def test_an_engine_that_is_killed_is_started_again(bundles: tuple[Path, Path]) -> None:
     with served(str(bundles[0]), "--unsafe") as running:
         body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 480, "stream": True, "ignore_eos": True}
-        with httpx2.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as answer:
+        with web.stream("POST", f"{running.url}/v1/completions", json=body, timeout=120) as answer:
             lines = answer.iter_lines()
             next(lines)
             for engine in psutil.Process(running.process.pid).children():

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 import tapeout
-from tests import command
+from tests import command, web
 from tests.command import COMMAND, ROOT, Running
 from tests.exported import build_float, tiny_graph
 from tests.native import own_cache
@@ -91,7 +91,7 @@ def server(engine: Engine, key: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def post(server: Running, path: str, body: dict[str, Any]) -> httpx2.Response:
-    return httpx2.post(f"{server.url}{path}", json=body, timeout=30)
+    return web.post(f"{server.url}{path}", json=body, timeout=30)
 
 
 def test_answers_are_those_of_the_bundle_opened_here(server: Running, bundles: list[Path]) -> None:
@@ -100,7 +100,7 @@ def test_answers_are_those_of_the_bundle_opened_here(server: Running, bundles: l
     body = {"model": MODEL, "messages": TALK, "max_tokens": 24, "temperature": 0}
     answer = post(server, "/v1/chat/completions", body).json()
     assert answer["choices"][0]["message"]["content"] == expected
-    streamed = httpx2.post(f"{server.url}/v1/chat/completions", json=body | {"stream": True}, timeout=30).text
+    streamed = web.post(f"{server.url}/v1/chat/completions", json=body | {"stream": True}, timeout=30).text
     chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == expected
 
@@ -114,8 +114,8 @@ def test_what_takes_the_tokenizer_on_both_sides_works(server: Running) -> None:
 
 
 def test_health_and_metrics_are_those_of_the_engine(server: Running, engine: Engine) -> None:
-    assert httpx2.get(f"{server.url}/health").status_code == httpx2.get(f"{server.url}/ready").status_code == 200
-    found = httpx2.get(f"{server.url}/metrics").text
+    assert web.get(f"{server.url}/health").status_code == web.get(f"{server.url}/ready").status_code == 200
+    found = web.get(f"{server.url}/metrics").text
     assert "vllm:engine_healthy" in found and 'target="first"' in found
     assert not (engine.folder / "cache").exists(), "what is fetched lies where the server runs"
 
@@ -123,14 +123,14 @@ def test_health_and_metrics_are_those_of_the_engine(server: Running, engine: Eng
 def test_an_engine_that_comes_back_with_another_bundle_is_served(
     server: Running, engine: Engine, bundles: list[Path]
 ) -> None:
-    before = httpx2.get(f"{server.url}/live").json()["bundle"]
+    before = web.get(f"{server.url}/live").json()["bundle"]
     assert engine.stop() == 0
-    wait_for(lambda: httpx2.get(f"{server.url}/ready").status_code == 503)
+    wait_for(lambda: web.get(f"{server.url}/ready").status_code == 503)
     refused = post(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})
     assert refused.status_code == 503 and "retry" in refused.text
     engine.start(bundles[1])
-    wait_for(lambda: httpx2.get(f"{server.url}/ready").status_code == 200)
-    assert httpx2.get(f"{server.url}/live").json()["bundle"] != before
+    wait_for(lambda: web.get(f"{server.url}/ready").status_code == 200)
+    assert web.get(f"{server.url}/live").json()["bundle"] != before
     assert post(server, "/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200
 
 
@@ -175,8 +175,8 @@ def test_a_killed_engine_costs_its_requests_and_nothing_else(
     assert engine.process is not None
     engine.process.kill()
     engine.process.communicate()
-    wait_for(lambda: httpx2.get(f"{server.url}/ready").status_code == 503)
+    wait_for(lambda: web.get(f"{server.url}/ready").status_code == 503)
     time.sleep(1)
     engine.start(bundles[0])
-    wait_for(lambda: httpx2.get(f"{server.url}/ready").status_code == 200)
+    wait_for(lambda: web.get(f"{server.url}/ready").status_code == 200)
     assert post(server, "/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200

@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from engines.kernels.cpu import LEVELS
-from tests import command
+from tests import command, web
 from tests.answering import SCHEMA
 from tests.command import ROOT, Running
 from tests.exported import build_float, tiny_graph
@@ -80,7 +79,7 @@ def events(gateway: Running, name: str, **more: Any) -> list[Any]:
     """What differs between two answers of one request left out: ids and times."""
     path, body = ASKED[name]
     found: list[Any] = []
-    with httpx2.stream("POST", f"{gateway.url}{path}", json={"model": MODEL} | body | more, timeout=60) as response:
+    with web.stream("POST", f"{gateway.url}{path}", json={"model": MODEL} | body | more, timeout=60) as response:
         assert response.status_code == 200
         assert response.headers["x-engine-level"] in {level.name for level in LEVELS}
         for line in response.iter_lines():
@@ -107,7 +106,7 @@ def answer(gateway: Running, name: str, session: str = "") -> dict[int, Any]:
 
 
 def replicas(gateway: Running) -> list[dict[str, Any]]:
-    return httpx2.get(f"{gateway.url}/fleet", timeout=30).json()["replicas"]
+    return web.get(f"{gateway.url}/fleet", timeout=30).json()["replicas"]
 
 
 def all_ready(gateway: Running) -> bool:
@@ -131,7 +130,7 @@ def test_every_kind_of_request_survives_a_killed_engine(gateway: Running, engine
         killed.process.communicate()
         killed.start(bundle)
         wait_for(lambda: all_ready(gateway))
-    counted = httpx2.get(f"{gateway.url}/fleet", timeout=30).json()
+    counted = web.get(f"{gateway.url}/fleet", timeout=30).json()
     assert counted["resumptions"] > 0 and counted["lost"] == 0
 
 
@@ -142,7 +141,7 @@ def test_a_session_stays_and_finds_its_prompts_cached(gateway: Running, engines:
         body = {"model": MODEL, "prompt": f"{number} " + "The list is long. " * 40, "max_tokens": 2}
         cached: list[int] = []
         for _ in range(2):
-            found = httpx2.post(
+            found = web.post(
                 f"{gateway.url}/v1/completions", json=body | {"prompt_cache_key": f"s{number}"}, timeout=60
             )
             assert found.status_code == 200
@@ -153,10 +152,10 @@ def test_a_session_stays_and_finds_its_prompts_cached(gateway: Running, engines:
 def test_what_operators_see(gateway: Running, engines: list[Engine]) -> None:
     wait_for(lambda: all_ready(gateway))
     for path in ("/health", "/ready", "/v1/models", "/version", "/live"):
-        assert httpx2.get(f"{gateway.url}{path}", timeout=30).status_code == 200
-    shown = httpx2.get(f"{gateway.url}/live", timeout=30).json()["replicas"]
+        assert web.get(f"{gateway.url}{path}", timeout=30).status_code == 200
+    shown = web.get(f"{gateway.url}/live", timeout=30).json()["replicas"]
     assert [one["address"] for one in shown] == [engine.address for engine in engines]
-    text = httpx2.get(f"{gateway.url}/metrics", timeout=30).text
+    text = web.get(f"{gateway.url}/metrics", timeout=30).text
     for engine in engines:
         assert f'vllm:num_requests_running{{engine="{engine.address}",model_name="tiny"}} 0.0' in text
         assert f'tapeout:replica_state{{engine="{engine.address}",state="ready"}} 1.0' in text
@@ -169,8 +168,8 @@ def test_a_gateway_without_engines_is_not_ready_and_no_request_hangs(gateway: Ru
         assert engine.process is not None
         engine.process.send_signal(signal.SIGSTOP)
     try:
-        wait_for(lambda: httpx2.get(f"{gateway.url}/ready", timeout=30).status_code == 503)
-        assert httpx2.get(f"{gateway.url}/health", timeout=30).status_code == 200
+        wait_for(lambda: web.get(f"{gateway.url}/ready", timeout=30).status_code == 503)
+        assert web.get(f"{gateway.url}/health", timeout=30).status_code == 200
     finally:
         for engine in engines:
             assert engine.process is not None

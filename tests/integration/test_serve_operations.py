@@ -20,6 +20,7 @@ import yaml
 
 from runtime.gateway.accounts.key_file import new_key
 from runtime.gateway.accounts.usage import connect, sums
+from tests import web
 from tests.command import COMMAND, ROOT
 from tests.integration.test_serve import MODEL, Served, bundles, served
 from tests.waiting import wait_for
@@ -49,7 +50,7 @@ class Place:
         ]
 
     def client(self, server: Served) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{server.url}/v1", api_key=self.key, max_retries=0, timeout=60)
+        return web.openai_client(server.url, self.key, timeout=60)
 
     def rows(self) -> list[dict[str, Any]]:
         engine, table = connect(self.url)
@@ -65,7 +66,7 @@ def place(tmp_path: Path) -> Place:
 
 
 def metric(server: Served, name: str) -> float:
-    lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
+    lines = web.get(f"{server.url}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
@@ -118,7 +119,7 @@ def test_a_crash_of_the_engine_is_seen_and_counted(place: Place, bundles: tuple[
         api = place.client(server)
 
         def ready() -> int:
-            return httpx2.get(f"{server.url}/ready").status_code
+            return web.get(f"{server.url}/ready").status_code
 
         api.completions.create(model=MODEL, prompt="x", max_tokens=4, extra_body={"ignore_eos": True})
         before = metric(server, "tapeout:steps_total")

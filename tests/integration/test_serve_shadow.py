@@ -19,6 +19,7 @@ from engines.bundle import EngineBundle
 from pipeline.cli.main import main
 from tapeout import artifact
 from tapeout.observations import read_observations
+from tests import web
 from tests.exported import build_float, tiny_graph
 from tests.integration.test_serve import MODEL, Served, served
 from tests.native import own_cache
@@ -51,9 +52,7 @@ def ask(server: Served, question: str, **options: Any) -> str:
 
 
 def metrics(server: Served) -> dict[str, float]:
-    import httpx2
-
-    lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
+    lines = web.get(f"{server.url}/metrics").text.splitlines()
     return {name: float(value) for name, value in (line.split() for line in lines if line.startswith("tapeout:shadow"))}
 
 

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import yaml
 from tokenizers import Tokenizer
@@ -24,6 +23,7 @@ from pipeline.export.tokenizer import load_tokenizer
 from pipeline.sources.cache import ENTRY, entry_folder
 from pipeline.sources.copying import fetch_source
 from pipeline.stages.code import module_hashes
+from tests import web
 from tests.command import ROOT, served
 from tests.exported import build_float
 from tests.kept import kept
@@ -45,7 +45,7 @@ class Served:
     reference: Any
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        answer = httpx2.post(f"{self.url}{path}", json={"model": MODEL, **body}, timeout=60)
+        answer = web.post(f"{self.url}{path}", json={"model": MODEL, **body}, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -190,9 +190,7 @@ def test_the_model_gets_the_tokens_that_are_shown(server: Served, parse: bool) -
     answer = server.post("/v1/chat/completions", chat)
     assert answer["choices"][0]["message"]["content"] == expected["choices"][0]["text"]
     assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"] == len(tokens)
-    streamed = httpx2.post(
-        f"{server.url}/v1/chat/completions", json={"model": MODEL, "stream": True} | chat, timeout=60
-    )
+    streamed = web.post(f"{server.url}/v1/chat/completions", json={"model": MODEL, "stream": True} | chat, timeout=60)
     chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
     texts = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
     assert "".join(texts) == expected["choices"][0]["text"]

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from runtime.gateway.accounts.key_file import new_key
-from tests import command
+from tests import command, web
 from tests.command import ROOT, Running
 from tests.exported import build_float, tiny_graph
 from tests.integration.test_serve_elsewhere import Engine
@@ -75,11 +75,11 @@ class Gateways:
 
     def ask(self, place: int, key: str, **more: Any) -> httpx2.Response:
         url, header = f"{self.running[place].url}/v1/completions", {"authorization": f"Bearer {self.keys[key]}"}
-        return httpx2.post(url, json=BODY | more, headers=header, timeout=60)
+        return web.post(url, json=BODY | more, headers=header, timeout=60)
 
     def replicas(self, place: int) -> list[dict[str, Any]]:
         header = {"authorization": f"Bearer {self.keys['plain']}"}
-        found: list[dict[str, Any]] = httpx2.get(f"{self.running[place].url}/fleet", headers=header).json()["replicas"]
+        found: list[dict[str, Any]] = web.get(f"{self.running[place].url}/fleet", headers=header).json()["replicas"]
         return found
 
 
@@ -194,7 +194,7 @@ def test_a_stream_that_is_cut_is_asked_again_at_the_other_gateway(gateways: Gate
         return text, False, first
 
     # One for all: to make one reads certificates, which takes 20 ms of a processor, and is not what is measured.
-    with ThreadPoolExecutor(8) as pool, httpx2.Client(timeout=60) as client:
+    with ThreadPoolExecutor(8) as pool, web.client(timeout=60) as client:
         clients = [pool.submit(stream, number % 2, f"key-{number}") for number in range(8)]
         wait_for(lambda: sum(one["requests"] for one in gateways.replicas(0)) == 4)
         time.sleep(0.2)
@@ -219,7 +219,7 @@ def test_another_tenant_with_the_same_idempotency_key_draws_otherwise(gateways: 
 
     def text(place: int, key: str) -> str:
         header = {"authorization": f"Bearer {gateways.keys[key]}", "idempotency-key": "1"}
-        answer = httpx2.post(f"{gateways.running[place].url}/v1/completions", json=body, headers=header, timeout=60)
+        answer = web.post(f"{gateways.running[place].url}/v1/completions", json=body, headers=header, timeout=60)
         return answer.json()["choices"][0]["text"]
 
     assert text(0, "plain") == text(1, "plain") != text(1, "other")

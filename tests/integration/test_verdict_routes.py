@@ -22,7 +22,7 @@ from pipeline.registry.register import register
 from pipeline.registry.verdicts import registered_verdict
 from pipeline.registry.versions import UnknownVersionError
 from tapeout.artifact import load
-from tests import judged
+from tests import judged, web
 from tests.integration.test_serve import Served, bundles, served
 from tests.registries import empty_registry
 
@@ -57,7 +57,7 @@ def server(registry: Path, bundles: tuple[Path, Path]) -> Iterator[Served]:
 
 
 def get(server: Served, name: str, version: str, **options: Any) -> httpx2.Response:
-    return httpx2.get(f"{server.url}/verdict/{name}/{version}", timeout=120, **{"headers": HEADERS, **options})
+    return web.get(f"{server.url}/verdict/{name}/{version}", timeout=120, **{"headers": HEADERS, **options})
 
 
 @pytest.mark.parametrize("name_version", [(judged.NAME, "champion"), (judged.NAME, "9"), ("nobody", "1")])
@@ -86,7 +86,7 @@ def argo(server: Served, name: str, version: str) -> str:
     (metric,) = template["spec"]["metrics"]
     web = metric["provider"]["web"]
     headers = {header["key"]: filled(header["value"]) for header in web["headers"]}
-    answer = httpx2.get(filled(web["url"]), headers=headers, timeout=web["timeoutSeconds"])
+    answer = web.get(filled(web["url"]), headers=headers, timeout=web["timeoutSeconds"])
     if not answer.is_success:
         return "Error"
     (match,) = jsonpath_ng.parse(web["jsonPath"].strip("{}")).find(answer.json())
@@ -107,7 +107,7 @@ def flagger(server: Served, name: str, version: str) -> str:
         url = urlsplit(hook["url"])
         assert url.path == "/verdict/smollm2/challenger"
         path = f"/verdict/{name}/{version}"
-        answer = httpx2.post(f"{server.url}{path}?{url.query}", json=body, headers=HEADERS, timeout=120)
+        answer = web.post(f"{server.url}{path}?{url.query}", json=body, headers=HEADERS, timeout=120)
         return answer.status_code <= 202
 
     hooks = {hook["type"]: accepted(hook) for hook in canary["spec"]["analysis"]["webhooks"]}
@@ -142,7 +142,7 @@ def test_controllers_wait_for_a_version_that_is_not_there(server: Served) -> Non
 
 
 def test_an_outcome_that_does_not_exist_is_refused(server: Served) -> None:
-    answer = httpx2.post(f"{server.url}/verdict/{judged.NAME}/1?outcome=pass", headers=HEADERS, timeout=120)
+    answer = web.post(f"{server.url}/verdict/{judged.NAME}/1?outcome=pass", headers=HEADERS, timeout=120)
     assert answer.status_code == 400 and "INCONCLUSIVE" in answer.json()["error"]["message"]
 
 

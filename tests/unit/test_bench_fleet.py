@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.fleet import decision, real, run
+from benchmarks.fleet import decision, fairness, real, run
 from benchmarks.fleet.bundles import BUNDLES
 from benchmarks.fleet.page import Compared, bars, real_bars
 from benchmarks.fleet.policies import POLICIES, MostCached, RoundRobin, SessionHash
@@ -203,6 +203,8 @@ def test_the_command_writes_a_table_and_json(
     words = ["--engines", "2", "--seconds", "4", "--policies", "round robin", "exact"]
     words += ["--json", str(path), "--page", str(written_page)]
     monkeypatch.setattr(run, "decision", lambda: decision.decision(2, 200, 100))
+    monkeypatch.setattr(fairness, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(run, "fairness", lambda gateways, seed: fairness.fairness(gateways, 2.0, seed))
     assert run.main(words) == ExitCode.PASS
     printed = capsys.readouterr().out
     assert "| multi-turn at 70% | exact |" in printed and "| single-turn | round robin |" in printed
@@ -210,6 +212,7 @@ def test_the_command_writes_a_table_and_json(
     written = json.loads(path.read_text())
     assert [one["workload"] for one in written["compared"]] == ["multi-turn", "single-turn"]
     assert set(written["compared"][0]["policies"]) == {"round robin", "exact"}
+    assert [one["gateways"] for one in written["fairness"]] == [1, 2]
 
 
 def test_a_folder_with_a_broken_trace_is_one_clear_error(

@@ -22,6 +22,7 @@ from runtime.gateway.accounts.keys import Keys, RequireKey
 from runtime.gateway.accounts.quotas import KeyQuota
 from runtime.gateway.protocol.calls import CALLER, Call
 from runtime.gateway.protocol.errors import ApiError
+from tests import web
 from tests.http_server import listening
 
 
@@ -237,7 +238,7 @@ def test_the_openai_client_understands_every_refusal(clock: Clock, tmp_path: Pat
     with listening(app) as url:
 
         def call(key: str, model: str = "m") -> Any:
-            client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+            client = web.openai_client(url, key)
             return client.chat.completions.create(model=model, messages=messages)
 
         with pytest.raises(openai.AuthenticationError) as wrong:
@@ -253,9 +254,9 @@ def test_the_openai_client_understands_every_refusal(clock: Clock, tmp_path: Pat
         assert limited.value.code == "rate_limit_exceeded"
         assert limited.value.response.headers["retry-after"] == "30"
         assert limited.value.response.headers["x-ratelimit-remaining-requests"] == "0"
-        open_path = openai.DefaultHttpxClient().get(f"{url}/health")
+        open_path = web.get(f"{url}/health")
         assert open_path.status_code == 200
-        assert openai.DefaultHttpxClient().get(f"{url}/docs").status_code == 401
+        assert web.get(f"{url}/docs").status_code == 401
 
 
 def test_every_key_of_a_long_file_is_known(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from runtime.gateway.text.chat_template import ChatTemplate
 from runtime.gateway.text.model import TextModel
 from runtime.wire.messages import EngineStats
 from tapeout.slo import LatencyObjective, ServiceLevelObjectives
+from tests import web
 from tests.http_server import END, END_TOKEN, MODEL, TEMPLATE, VOCAB, byte_tokenizer, ids, listening
 from tests.serving_client import LocalClient, ScriptEngine
 
@@ -287,7 +288,7 @@ def test_metrics_and_usage_see_what_the_openai_client_does(client: LocalClient, 
     operations_app = application(client, settings)
     talk: Any = [{"role": "user", "content": "hi"}]
     with listening(operations_app) as url:
-        api = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+        api = web.openai_client(url, "secret")
         threads = [
             threading.Thread(target=lambda: api.chat.completions.create(model=MODEL, messages=talk)) for _ in range(3)
         ]
@@ -295,7 +296,7 @@ def test_metrics_and_usage_see_what_the_openai_client_does(client: LocalClient, 
             thread.start()
         for thread in threads:
             thread.join()
-        text = openai.DefaultHttpxClient().get(f"{url}/metrics").text
+        text = web.get(f"{url}/metrics").text
         with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+            web.openai_client(url, "wrong").models.list()
     assert f'vllm:generation_tokens_total{{engine="0",model_name="{MODEL}"}} {3.0 * (len(SAID) + 1)}' in text

@@ -27,6 +27,7 @@ from runtime.gateway.operations.http_metrics import METHODS
 from runtime.gateway.operations.operations import Operations, OperationsSettings
 from runtime.gateway.text.model import TextModel
 from tapeout.errors import TapeoutError
+from tests import web
 from tests.http_server import MODEL, VOCAB, byte_tokenizer, listening
 from tests.serving_client import LocalClient, SlowEngine
 from tests.waiting import wait_for
@@ -64,7 +65,7 @@ def site() -> Iterator[Site]:
     app: ASGIApp = create_app(service, routers=extensions.routers, middleware=extensions.middleware)
     with (
         listening(app, LIMITS, extensions.malformed) as url,
-        httpx2.Client(base_url=url, timeout=20, headers={"authorization": "Bearer secret"}) as http,
+        web.client(base_url=url, timeout=20, headers={"authorization": "Bearer secret"}) as http,
     ):
         yield Site(int(url.rpartition(":")[2]), operations, http)
 
@@ -322,7 +323,7 @@ def test_without_the_option_no_other_page_may_call(caplog: pytest.LogCaptureFixt
     operations = Operations(client, MODEL, OperationsSettings())
     service = Service(client, {client.info.digest: TextModel(client.info.digest, byte_tokenizer())}, (MODEL,))
     app: ASGIApp = create_app(service, middleware=operations.extensions.middleware)
-    with listening(app) as url, httpx2.Client(base_url=url) as http:
+    with listening(app) as url, web.client(base_url=url) as http:
         headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
         assert http.options("/v1/models", headers=headers).status_code == 405
         assert "access-control-allow-origin" not in http.get("/v1/models", headers=headers).headers

@@ -19,6 +19,7 @@ from runtime.gateway.protocol.calls import Call, Hook
 from runtime.gateway.protocol.errors import ApiError
 from runtime.gateway.text.chat_template import ChatTemplate
 from runtime.gateway.text.model import TextModel
+from tests import web
 from tests.http_server import END, END_TOKEN, MODEL, TEMPLATE, VOCAB, byte_tokenizer, ids, listening
 from tests.serving_client import LocalClient, ScriptEngine, run_call
 
@@ -98,7 +99,7 @@ def api(recorded: Recorded) -> Iterator[openai.OpenAI]:
     text = TextModel(digest, byte_tokenizer(), ChatTemplate(TEMPLATE, {}), special_texts={"eos_token": END})
     service = Service(client, {digest: text}, (MODEL,), hooks=[recorded.tracing])
     with listening(create_app(service, middleware=[Middleware(TraceContext)])) as url:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        yield web.openai_client(url)
 
 
 @pytest.mark.parametrize("stream", [False, True])
