@@ -9,7 +9,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -84,6 +84,8 @@ def answer(url: str, number: int, conversation: str = "") -> Any:
 class Load:
     """Clients that ask again and again; :meth:`end` says what was not as before.
 
+    As a context manager it also ends them where the test fails: they would ask a server that is gone, for ever.
+
     ``new``: each request begins a conversation.
     """
 
@@ -94,6 +96,13 @@ class Load:
         self._pause, self._new = pause, new
         self._pool = ThreadPoolExecutor(clients)
         self._clients = [self._pool.submit(self._ask, number) for number in range(clients)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        self._pool.shutdown()
 
     def end(self) -> int:
         self._ending.set()

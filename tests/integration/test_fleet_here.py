@@ -83,13 +83,13 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_engines_follow_the_load_and_one_that_dies_is_started_again(here: Here) -> None:
     wanted: list[Any] = answers(here.url)
-    load = Load(here.url, wanted, clients=6, pause=0)
-    wait_for(lambda: len(ready(here.url)) == 2)
-    here.child("engine").kill()
-    wait_for(lambda: len(ready(here.url)) == 1)
-    wait_for(lambda: len(ready(here.url)) == 2)
-    load.more(8)
-    load.end()
+    with Load(here.url, wanted, clients=6, pause=0) as load:
+        wait_for(lambda: len(ready(here.url)) == 2)
+        here.child("engine").kill()
+        wait_for(lambda: len(ready(here.url)) == 1)
+        wait_for(lambda: len(ready(here.url)) == 2)
+        load.more(8)
+        load.end()
     wait_for(lambda: len(ready(here.url)) == 1)
     assert answers(here.url) == wanted and lost(here.url) == 0
     children = here.children()
@@ -105,17 +105,18 @@ def test_a_release_stays_where_an_engine_dies_and_is_reversed(folder: Path) -> N
         wait_for(lambda: len(ready(here.url)) == 2)
         wanted: list[Any] = answers(here.url)
         (old,) = set(digests(here.url))
-        load, before = Load(here.url, wanted, new=True), here.engines()
-        verdict = FleetRelease(here.file, [here.url], RELEASE).release(str(folder / "other"))
-        assert verdict.outcome is Outcome.PASS, verdict
-        (new,) = set(digests(here.url))
-        assert new != old and here.engines() == before
-        here.child("engine").kill()
-        wait_for(lambda: digests(here.url) == [new])
-        wait_for(lambda: digests(here.url) == [new, new])
-        FleetRelease(here.file, [here.url], RELEASE).rollback()
-        assert digests(here.url) == [old, old]
-        load.end()
+        before = here.engines()
+        with Load(here.url, wanted, new=True) as load:
+            verdict = FleetRelease(here.file, [here.url], RELEASE).release(str(folder / "other"))
+            assert verdict.outcome is Outcome.PASS, verdict
+            (new,) = set(digests(here.url))
+            assert new != old and here.engines() == before
+            here.child("engine").kill()
+            wait_for(lambda: digests(here.url) == [new])
+            wait_for(lambda: digests(here.url) == [new, new])
+            FleetRelease(here.file, [here.url], RELEASE).rollback()
+            assert digests(here.url) == [old, old]
+            load.end()
         assert lost(here.url) == 0
     finally:
         here.process.send_signal(signal.SIGTERM)
@@ -143,15 +144,15 @@ def test_each_pool_follows_its_own_load(folder: Path) -> None:
     try:
         wait_for(lambda: by_pool(here.url) == {"prefill": 1, "decode": 1})
         wanted: list[Any] = answers(here.url)
-        load = Load(here.url, wanted, clients=3, pause=0)
-        wait_for(lambda: by_pool(here.url)["decode"] == 2)
-        metrics = web.get(f"{here.url}/metrics", timeout=30).text
-        assert all(f'tapeout:replicas_wanted{{pool="{pool}"}}' in metrics for pool in ("prefill", "decode"))
-        killed = next(one for one in here.children() if "decode" in one.cmdline())
-        killed.kill()
-        wait_for(lambda: by_pool(here.url)["decode"] == 1)
-        wait_for(lambda: by_pool(here.url)["decode"] == 2)
-        load.end()
+        with Load(here.url, wanted, clients=3, pause=0) as load:
+            wait_for(lambda: by_pool(here.url)["decode"] == 2)
+            metrics = web.get(f"{here.url}/metrics", timeout=30).text
+            assert all(f'tapeout:replicas_wanted{{pool="{pool}"}}' in metrics for pool in ("prefill", "decode"))
+            killed = next(one for one in here.children() if "decode" in one.cmdline())
+            killed.kill()
+            wait_for(lambda: by_pool(here.url)["decode"] == 1)
+            wait_for(lambda: by_pool(here.url)["decode"] == 2)
+            load.end()
         wait_for(lambda: by_pool(here.url) == {"prefill": 1, "decode": 1})
         assert answers(here.url) == wanted and lost(here.url) == 0
         assert web.get(f"{here.url}/fleet", timeout=30).json()["moves"] > 0

@@ -108,13 +108,13 @@ def test_what_is_up_is_not_started_again_and_status_says_what_there_is(fleet: Fl
 
 def test_an_engine_that_is_killed_is_started_again_at_its_address(fleet: Fleet, wanted: list[Any]) -> None:
     before, killed = sorted(ready(fleet.url)), fleet.told("status")["engines"][0]
-    load = Load(fleet.url, wanted)
-    load.more(4)
-    os.kill(killed["process"], signal.SIGKILL)
-    wait_for(lambda: ready(fleet.url) == [one for one in before if one != killed["address"]])
-    wait_for(lambda: sorted(ready(fleet.url)) == before)
-    load.more(8)
-    assert load.end() >= 12 and lost(fleet.url) == 0
+    with Load(fleet.url, wanted) as load:
+        load.more(4)
+        os.kill(killed["process"], signal.SIGKILL)
+        wait_for(lambda: ready(fleet.url) == [one for one in before if one != killed["address"]])
+        wait_for(lambda: sorted(ready(fleet.url)) == before)
+        load.more(8)
+        assert load.end() >= 12 and lost(fleet.url) == 0
 
 
 @thorough
@@ -122,27 +122,27 @@ def test_a_replica_that_is_killed_takes_its_engine_with_it_and_ray_starts_anothe
     fleet: Fleet, wanted: list[Any]
 ) -> None:
     killed = fleet.told("status")["engines"][0]
-    load = Load(fleet.url, wanted)
-    load.more(4)
-    os.kill(killed["supervisor"], signal.SIGKILL)
-    wait_for(lambda: not psutil.pid_exists(killed["process"]))
-    wait_for(lambda: len(ready(fleet.url)) == 2 and killed["address"] not in ready(fleet.url))
-    load.more(8)
-    load.end()
+    with Load(fleet.url, wanted) as load:
+        load.more(4)
+        os.kill(killed["supervisor"], signal.SIGKILL)
+        wait_for(lambda: not psutil.pid_exists(killed["process"]))
+        wait_for(lambda: len(ready(fleet.url)) == 2 and killed["address"] not in ready(fleet.url))
+        load.more(8)
+        load.end()
     assert lost(fleet.url) == 0
 
 
 def test_engines_come_and_go_under_load_also_after_the_controller_was_killed(fleet: Fleet, wanted: list[Any]) -> None:
-    load = Load(fleet.url, wanted)
-    fleet.process("ray::ServeController").kill()
-    load.more(4)
-    assert fleet.told("scale", "3")["pools"]["mixed"]["fixed"] == 3
-    wait_for(lambda: len(ready(fleet.url)) == 3)
-    load.more(8)
-    fleet.told("scale", "1")
-    wait_for(lambda: len(replicas(fleet.url)) == 1)
-    load.more(8)
-    load.end()
+    with Load(fleet.url, wanted) as load:
+        fleet.process("ray::ServeController").kill()
+        load.more(4)
+        assert fleet.told("scale", "3")["pools"]["mixed"]["fixed"] == 3
+        wait_for(lambda: len(ready(fleet.url)) == 3)
+        load.more(8)
+        fleet.told("scale", "1")
+        wait_for(lambda: len(replicas(fleet.url)) == 1)
+        load.more(8)
+        load.end()
     assert lost(fleet.url) == 0
     assert "1 to 3" in fleet.run("scale", "4", code=2)
     (left,) = ready(fleet.url)
@@ -155,12 +155,12 @@ def test_an_engine_is_renewed_while_another_answers(fleet: Fleet, wanted: list[A
     fleet.told("scale", "auto")
     wait_for(lambda: len(ready(fleet.url)) == 2)
     before = fleet.told("status")["engines"]
-    load = Load(fleet.url, wanted)
-    fleet.told("drain", before[0]["address"])
-    wait_for(lambda: len(ready(fleet.url)) == 1)
-    wait_for(lambda: not psutil.pid_exists(before[0]["process"]))
-    wait_for(lambda: len(ready(fleet.url)) == 2)
-    load.end()
+    with Load(fleet.url, wanted) as load:
+        fleet.told("drain", before[0]["address"])
+        wait_for(lambda: len(ready(fleet.url)) == 1)
+        wait_for(lambda: not psutil.pid_exists(before[0]["process"]))
+        wait_for(lambda: len(ready(fleet.url)) == 2)
+        load.end()
     assert lost(fleet.url) == 0
     after = {one["address"]: one["process"] for one in fleet.told("status")["engines"]}
     assert after.keys() == {one["address"] for one in before}
@@ -172,18 +172,19 @@ def test_a_release_stays_where_an_engine_dies_and_is_reversed(fleet: Fleet, want
     fleet.told("scale", "2")
     wait_for(lambda: len(ready(fleet.url)) == 2)
     (old,) = set(digests(fleet.url))
-    load, before = Load(fleet.url, wanted, new=True), {one["process"] for one in fleet.told("status")["engines"]}
-    verdict = FleetRelease(fleet.file, [fleet.url], RELEASE).release(str(fleet.file.with_name("other")))
-    assert verdict.outcome is Outcome.PASS, verdict
-    (new,) = set(digests(fleet.url))
-    engines = fleet.told("status")["engines"]
-    assert new != old and {one["process"] for one in engines} == before
-    os.kill(engines[0]["process"], signal.SIGKILL)
-    wait_for(lambda: digests(fleet.url) == [new])
-    wait_for(lambda: digests(fleet.url) == [new, new])
-    FleetRelease(fleet.file, [fleet.url], RELEASE).rollback()
-    assert digests(fleet.url) == [old, old]
-    load.end()
+    before = {one["process"] for one in fleet.told("status")["engines"]}
+    with Load(fleet.url, wanted, new=True) as load:
+        verdict = FleetRelease(fleet.file, [fleet.url], RELEASE).release(str(fleet.file.with_name("other")))
+        assert verdict.outcome is Outcome.PASS, verdict
+        (new,) = set(digests(fleet.url))
+        engines = fleet.told("status")["engines"]
+        assert new != old and {one["process"] for one in engines} == before
+        os.kill(engines[0]["process"], signal.SIGKILL)
+        wait_for(lambda: digests(fleet.url) == [new])
+        wait_for(lambda: digests(fleet.url) == [new, new])
+        FleetRelease(fleet.file, [fleet.url], RELEASE).rollback()
+        assert digests(fleet.url) == [old, old]
+        load.end()
     assert lost(fleet.url) == 0
 
 
@@ -218,26 +219,26 @@ def test_both_pools_answer_and_an_engine_of_one_that_is_killed_comes_again(fleet
         assert "--pool" in other.run("scale", "2", code=2)
         assert other.told("scale", "2", "--pool", "decode")["pools"]["decode"]["fixed"] == 2
         wait_for(lambda: by_pool(other.url) == {"prefill": 1, "decode": 2})
-        load = Load(other.url, wanted)
-        load.more(4)
-        killed = next(one for one in other.told("status")["engines"] if one["pool"] == "decode")
-        os.kill(killed["process"], signal.SIGKILL)
-        wait_for(lambda: by_pool(other.url) == {"prefill": 1, "decode": 1})
-        wait_for(lambda: by_pool(other.url) == {"prefill": 1, "decode": 2})
-        load.more(8)
-        load.end()
+        with Load(other.url, wanted) as load:
+            load.more(4)
+            killed = next(one for one in other.told("status")["engines"] if one["pool"] == "decode")
+            os.kill(killed["process"], signal.SIGKILL)
+            wait_for(lambda: by_pool(other.url) == {"prefill": 1, "decode": 1})
+            wait_for(lambda: by_pool(other.url) == {"prefill": 1, "decode": 2})
+            load.more(8)
+            load.end()
         assert lost(other.url) == 0
-        assert httpx2.get(f"{other.url}/fleet", timeout=30).json()["moves"] > 0
+        assert web.get(f"{other.url}/fleet", timeout=30).json()["moves"] > 0
 
 
 def test_requests_are_answered_while_the_head_is_dead_and_down_leaves_nothing(fleet: Fleet, wanted: list[Any]) -> None:
-    load = Load(fleet.url, wanted)
-    fleet.process("gcs_server").kill()
-    killed = monotonic()
-    assert "no Ray answers" in fleet.run("status", code=2)
-    load.more(40)
-    wait_for(lambda: monotonic() > killed + 5)
-    load.end()
+    with Load(fleet.url, wanted) as load:
+        fleet.process("gcs_server").kill()
+        killed = monotonic()
+        assert "no Ray answers" in fleet.run("status", code=2)
+        load.more(40)
+        wait_for(lambda: monotonic() > killed + 5)
+        load.end()
     assert lost(fleet.url) == 0
     fleet.run("down")
     assert fleet.ray.processes() == [] and not fleet.ray.folder.exists()
