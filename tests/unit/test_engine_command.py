@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
+from pipeline.cli import engine
 from pipeline.cli.engine import serve
 from runtime.wire.messages import Reopen
 from runtime.wire.start import Start
@@ -15,6 +17,12 @@ REFUSED = {
     "unjudged": FingerprintError("it has no evidence for x86-64-avx2, which this machine has", expected="evidence"),
     "gone": ArtifactError("no record.json", expected="a bundle"),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the bundle before is left here, and looking for it in a process of many tests takes seconds."""
+    monkeypatch.setattr(engine, "gc", SimpleNamespace(collect=lambda: None))
 
 
 def served(asked: Sequence[str], broken: str = "") -> list[tuple[str, str]]:
