@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,7 @@ BURSTS = single_turn(0, seconds=10, rate=40, prompt_tokens=300, answer_tokens=40
 SLO = ServiceLevelObjectives(ttft=LatencyObjective(seconds=0.4), itl=LatencyObjective(seconds=0.05))
 
 
+@cache  # a search simulates some fleets, and gives the same each time
 def found_for(workload: Traffic, slo: ServiceLevelObjectives, most: int = 64) -> CapacityAnswer:
     return find_capacity(workload, LENGTHS, slo, shape=SHAPE, price_per_hour=1.0, most_replicas=most)
 
