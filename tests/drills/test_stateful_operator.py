@@ -313,7 +313,8 @@ def test_an_operator_with_a_vector_of_state(tmp_path: Path) -> None:
     assert len(checkout.edited) <= MOST_EDITED
     checkout.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_operators.py")
     checkout.python("running_mean_llama.py", str(tmp_path / "model"))
-    given = {"model": {"source": f"file:{tmp_path / 'model'}"}}
+    plan = {"schemes": "auto", "layers_per_group": 4}  # the sweep runs with the operator as well
+    given = {"model": {"source": f"file:{tmp_path / 'model'}"}, "plan": plan}
     output = checkout.python("running_mean_stages.py", str(tmp_path / "project"), json.dumps(given))
     found = json.loads(output.splitlines()[-1])
     judged = {

@@ -25,6 +25,7 @@ from quantization.plan import PrecisionPlan
 from tapeout import artifact
 from tapeout.lineage import explain
 from tests.native import own_cache
+from tests.registries import empty_registry
 from tests.stage_reads import leaves, recording
 from tests.states import kv_dtype
 from tests.tiny_project import params, write_data
@@ -58,7 +59,7 @@ def project(
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         own_cache(patch, folder.with_name("cache"))
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
+        patch.setenv("MLFLOW_TRACKING_URI", empty_registry(folder))
         for name in wiring.STAGES:
             with recording() as reads[name]:
                 wiring.run(name, Path("params.yaml"))

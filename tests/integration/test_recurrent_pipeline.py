@@ -29,6 +29,7 @@ from tapeout.state import Recurrent
 from tests import command, web
 from tests.drills.stages import write_project
 from tests.native import own_cache
+from tests.registries import empty_registry
 
 ITEMS = 600  # fewer do not decide on the accuracy
 GIVEN = {
@@ -101,7 +102,7 @@ def project(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         own_cache(patch, folder.with_name("cache"))
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
+        patch.setenv("MLFLOW_TRACKING_URI", empty_registry(folder))
         for name in wiring.STAGES:
             wiring.run(name, Path("params.yaml"))
     return folder

@@ -26,6 +26,7 @@ from tapeout.artifact import load_header
 from tapeout.errors import BuildError, EvidenceError, ExitCode
 from tests.cuda_bundles import without_machine_code
 from tests.native import own_cache
+from tests.registries import empty_registry
 from tests.tiny_project import params, write_data
 
 LEVELS = "sm120 or sm100 or sm90 or sm89 or sm80"
@@ -65,7 +66,7 @@ def project(
         patch.chdir(folder)
         own_cache(patch, folder.with_name("cache"))
         without_machine_code(patch)
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
+        patch.setenv("MLFLOW_TRACKING_URI", empty_registry(folder))
         for name in wiring.STAGES:
             wiring.run(name, Path("params.yaml"))
         yield folder
