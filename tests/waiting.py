@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-LONGEST_PAUSE = 0.05  # seconds; a look that asks a server takes processor time from what is waited for
+LONGEST_PAUSE = 0.03  # seconds; a look that asks a server takes processor time from what is waited for
 
 
 def wait_for(holds: Callable[[], bool], seconds: float = 120) -> None:
