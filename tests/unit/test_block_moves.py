@@ -225,6 +225,29 @@ def test_what_was_fetched_ahead_is_there_when_its_request_comes() -> None:
         assert one.deltas[id][0].cached_tokens == 5 * BLOCK
 
 
+def test_behind_what_is_on_its_way_the_rest_is_fetched() -> None:
+    """Of a prompt that is being computed elsewhere, and of one that only begins alike. Planted: the rest is left out;
+    all that is on its way counts as common.
+    """
+    with course(new=2) as one:
+        begun = prompt(1, 5)
+        other = [*begun[: 2 * BLOCK], *prompt(2, 2)]
+        one.ahead(begun[: 3 * BLOCK + 1])
+        one.ahead(begun)
+        assert one.link is not None
+        one.ahead(begun)
+        id = one.add(other)
+        found, keys = [list(fetch.keys) for fetch in one.link.fetches], block_keys(begun, BLOCK)
+        assert found == [keys[:3], keys[3:5], block_keys(other, BLOCK)[2:4]]
+        for fetch in list(one.link.fetches):
+            for _ in fetch.keys:
+                one.arrive()
+            one.end()
+        one.work()
+        one.finish()
+        assert one.core.blocks.fetched == 7 and one.deltas[id][0].cached_tokens == 4 * BLOCK
+
+
 def warmed(one: Course, blocks: int) -> Link:
     """The link of an engine that is told to warm up, and hears the keys of two prompts of five blocks."""
     one.moves.take(WarmUp("peer", blocks))

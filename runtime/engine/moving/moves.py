@@ -139,7 +139,10 @@ class BlockMoves:
         return True
 
     def _begin(self, tokens: Sequence[int], cache_salt: bytes, address: str, now: float) -> _Waiting | None:
-        """The fetch of the blocks of these tokens; None where there is none to be fetched."""
+        """The fetch of the last blocks of these tokens; None where there is none to be fetched.
+
+        What is on its way already is not asked for again, only what is missing behind it.
+        """
         store = self._store
         if not store.moves:
             return None
@@ -147,16 +150,17 @@ class BlockMoves:
             missing = store.missing(tokens, cache_salt)
         except Exception:  # whatever a request holds: the core refuses it, and says why
             return None
+        waiting: _Waiting | None = None
+        while missing and (found := self._waiting.get(missing[0])) is not None:
+            waiting, missing = found, missing[_common(missing, found.fetch.keys) :]
         if not missing:
-            return None
-        if (waiting := self._waiting.get(missing[0])) is not None:
             return waiting
         prompt_seconds = self._core.scheduler.costs.prompt_seconds
         if not self._costs.worth(address, len(missing), prompt_seconds, now):
-            return None
+            return waiting
         # Each running request may need a block in the next step.
         if not (blocks := store.reserve(len(missing), self._core.scheduler.running)):
-            return None
+            return waiting
         return self._fetch(address, missing[: len(blocks)], blocks, now)
 
     def _fetch(self, address: str, keys: Sequence[bytes], blocks: Sequence[int], now: float) -> _Waiting:
@@ -219,3 +223,11 @@ class BlockMoves:
             store.fetch_seconds = self._costs.block_seconds
         for request, arrival in waiting.requests:
             self._core.add(request, arrival)
+
+
+def _common(keys: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """How many of the first ones are the same."""
+    return next(
+        (at for at, (key, other) in enumerate(zip(keys, others, strict=False)) if key != other),
+        min(len(keys), len(others)),
+    )
