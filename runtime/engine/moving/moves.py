@@ -83,7 +83,7 @@ class BlockMoves:
         """A request may wait for its blocks first."""
         now = monotonic()
         if isinstance(command, FetchAhead):
-            self._begin(command.tokens, command.cache_salt, command.source, now)
+            self._begin(command.tokens, command.cache_salt, command.source, now, ahead=True)
         elif isinstance(command, WarmUp):
             self._warm_up(command, now)
         elif isinstance(command, Cancel):
@@ -138,10 +138,13 @@ class BlockMoves:
         waiting.requests.append((request, now - command.age))
         return True
 
-    def _begin(self, tokens: Sequence[int], cache_salt: bytes, address: str, now: float) -> _Waiting | None:
+    def _begin(
+        self, tokens: Sequence[int], cache_salt: bytes, address: str, now: float, *, ahead: bool = False
+    ) -> _Waiting | None:
         """The fetch of the last blocks of these tokens; None where there is none to be fetched.
 
-        What is on its way already is not asked for again, only what is missing behind it.
+        What is on its way already is not asked for again, only what is missing behind it. ``ahead``: no request waits
+        for it, but a gateway does, which has weighed the fetch of all blocks of a request against computing them.
         """
         store = self._store
         if not store.moves:
@@ -156,7 +159,9 @@ class BlockMoves:
         if not missing:
             return waiting
         prompt_seconds = self._core.scheduler.costs.prompt_seconds
-        if not self._costs.worth(address, len(missing), prompt_seconds, now):
+        if now < self._costs.paused_until(address):
+            return waiting
+        if not (ahead or self._costs.worth(address, len(missing), prompt_seconds)):
             return waiting
         # Each running request may need a block in the next step.
         if not (blocks := store.reserve(len(missing), self._core.scheduler.running)):

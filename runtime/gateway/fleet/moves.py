@@ -25,7 +25,7 @@ from runtime.wire.messages import FetchAhead, WarmUp
 MOVE_SECONDS = 2.0  # for the first token of a request elsewhere, until the next one leaves an engine that drains
 LOOK_SECONDS = 0.1  # between two looks for requests to move, where no change is told of
 AHEAD_SECONDS = 3.0  # that a request which is handed over stays for its blocks to be fetched
-ARRIVE_SECONDS = 0.005  # between two looks whether blocks have come
+ARRIVE_SECONDS = 0.002  # between two looks whether blocks have come
 COMPUTED_SECONDS = 0.02  # between two looks whether blocks of a prompt have been computed
 DRAIN_SECONDS = 10.0  # that a request stays on an engine that drains, for its blocks to be fetched and the last to fill
 # Behind the last full block, in a request that leaves an engine that drains: each is computed anew, in a step of all
