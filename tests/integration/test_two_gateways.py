@@ -185,6 +185,7 @@ def test_a_stream_that_is_cut_is_asked_again_at_the_other_gateway(gateways: Gate
     """
     body = BODY | {"stream": True, "temperature": 0.9, "min_tokens": 200, "max_tokens": 200}
     del body["seed"]
+    begun = set[tuple[int, str]]()  # streams with some text, by gateway and name
 
     def stream(place: int, name: str) -> tuple[str, bool, tuple[float, float]]:
         """Text, whether it is whole, and seconds until it began, with those of processors that its servers took."""
@@ -202,6 +203,8 @@ def test_a_stream_that_is_cut_is_asked_again_at_the_other_gateway(gateways: Gate
                         if not first[0]:
                             first = time.monotonic() - begin, processor_seconds(processes) - used
                         text += json.loads(line[6:])["choices"][0]["text"]
+                        if text:
+                            begun.add((place, name))
         except httpx2.HTTPError:
             pass
         return text, False, first
@@ -211,7 +214,7 @@ def test_a_stream_that_is_cut_is_asked_again_at_the_other_gateway(gateways: Gate
         names = [f"{attempt}-{number}" for number in range(8)]
         clients = [pool.submit(stream, number % 2, name) for number, name in enumerate(names)]
         wait_for(lambda: sum(one["requests"] for one in gateways.replicas(dead)) == 4)
-        time.sleep(0.2)
+        wait_for(lambda: any((dead, name) in begun for name in names))
         gateways.running[dead].process.kill()
         found = [one.result() for one in clients]
         cut = [number for number, (_, whole, _) in enumerate(found) if not whole]
