@@ -28,6 +28,10 @@ class DatabaseError(TapeoutError):
     """A database cannot be opened."""
 
 
+class DatabaseRefusedError(DatabaseError):
+    """A database answers, but not to this user."""
+
+
 def open_database(url: str, purpose: str, *, with_clock: bool = False) -> Engine:
     """``url``: of SQLAlchemy. ``purpose``: what the message calls it. :class:`DatabaseError` for a wrong URL.
 
@@ -82,18 +86,34 @@ def create_tables(engine: Engine, metadata: MetaData) -> None:
                     connection.execute(CreateIndex(index, if_not_exists=True))
 
 
-def is_refusal(error: Exception) -> bool:
-    """The database answers, but not to this user: rights are missing, or the password is wrong. It does not help to
-    wait. ``error``: of SQLAlchemy.
+def refusal(error: Exception, purpose: str, tables: str, place: str) -> DatabaseRefusedError | None:
+    """What to say where the database answers, but not to this user: rights are missing, the password is wrong, or
+    pg_hba.conf does not let it in. It does not help to wait. None for other errors.
+
+    ``error``: of SQLAlchemy. ``purpose``: see :func:`open_database`. ``tables``: that are read or written there.
+    ``place``: of the URL.
     """
+    if not _is_refusal(error):
+        return None
+    cause = one_line(getattr(error, "orig", None) or error)  # without the statement
+    return DatabaseRefusedError(
+        f"the database of {purpose} does not let this user in, or not to {tables}: {cause}",
+        expected=f"the right password, a line of pg_hba.conf for this user, and rights to create {tables} or to use it",
+        remedy=f"correct {place}, or let this user in and give it these rights",
+    )
+
+
+def _is_refusal(error: Exception) -> bool:
     from sqlalchemy import exc
 
     if isinstance(error, exc.ProgrammingError):
         return True
     # A connection that was refused has no code, but psycopg keeps what it was. Servers that start, stop or are full say
-    # so before they ask for a password.
+    # so before they ask for a password. The name of the file is the same in all languages of the server.
     refused = getattr(getattr(error, "orig", None), "pgconn", None)
-    return refused is not None and bool(refused.needs_password or refused.used_password)
+    if refused is None:
+        return False
+    return bool(refused.needs_password or refused.used_password or b"pg_hba.conf" in refused.error_message)
 
 
 def database_seconds(connection: Connection) -> float:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from tapeout.database import create_tables, database_seconds, open_database
+from tapeout.database import create_tables, database_seconds, open_database, refusal
 from tapeout.errors import one_line
 
 if TYPE_CHECKING:
@@ -24,19 +25,21 @@ log = logging.getLogger(__name__)
 
 
 class EngineTable:
-    """``url``: of SQLAlchemy. :class:`tapeout.database.DatabaseError` for a wrong one; it need not answer yet.
+    """``url``: of SQLAlchemy. ``place``: of the URL, for messages. :class:`tapeout.database.DatabaseError` for a wrong
+    one; it need not answer yet.
 
-    Its methods raise what SQLAlchemy raises.
+    Its methods raise what SQLAlchemy raises, and :class:`tapeout.database.DatabaseRefusedError` where the database does
+    not let this user do that.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, place: str = "its URL") -> None:
         self._engine, self._table, self._created = open_database(url, "engines", with_clock=True), _table(), False
+        self._place = place
 
     def write(self, address: str) -> None:
         import sqlalchemy as sa
 
-        self._create()
-        with self._engine.begin() as connection:
+        with self._refusals(), self._engine.begin() as connection:
             row = {"address": address, "seen_at": database_seconds(connection)}
             found = connection.execute(sa.update(self._table).where(self._table.c.address == address).values(row))
             if not found.rowcount:
@@ -52,8 +55,7 @@ class EngineTable:
         """By address, in their order: seconds since each was written, also of old ones."""
         import sqlalchemy as sa
 
-        self._create()
-        with self._engine.connect() as connection:
+        with self._refusals(), self._engine.connect() as connection:
             rows = connection.execute(sa.select(self._table).order_by(self._table.c.address)).all()
             now = database_seconds(connection)
         return {row.address: now - row.seen_at for row in rows}
@@ -61,17 +63,27 @@ class EngineTable:
     def close(self) -> None:
         self._engine.dispose()
 
-    def _create(self) -> None:
-        if not self._created:
-            create_tables(self._engine, self._table.metadata)
-            self._created = True
+    @contextmanager
+    def _refusals(self) -> Generator[None]:
+        """Around what needs the table, which is created at first."""
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            if not self._created:
+                create_tables(self._engine, self._table.metadata)
+                self._created = True
+            yield
+        except SQLAlchemyError as error:
+            if (refused := refusal(error, "engines", f"the table {self._table.name}", self._place)) is not None:
+                raise refused from error
+            raise
 
 
 class Announcement:
     """Keeps an engine's row young, in a thread, until it is left. ``address``: where gateways reach the engine."""
 
     def __init__(self, url: str, address: str) -> None:
-        self._table, self._address = EngineTable(url), address
+        self._table, self._address = EngineTable(url, "the URL of --register"), address
         self._stop, self._failed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="announcement", daemon=True)
 

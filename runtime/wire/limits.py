@@ -27,7 +27,7 @@ class Limits:
     ``aging_seconds`` ranks as one of the next higher priority. ``scored_tokens``: most prompt tokens of a step whose
     logits are wanted, which bounds their memory. ``max_draft_tokens``: tokens that are guessed for a request in a step;
     0 switches speculation off. ``rest_seconds``: where a tenant takes much more than another one, its answers may stand
-    still for so long while the other's prompts are computed. The others: see
+    still for so long, or for seven of their steps, while the other's prompts are computed. The others: see
     :class:`runtime.engine.scheduling.step_costs.StepCosts`.
     """
 

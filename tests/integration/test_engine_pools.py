@@ -15,6 +15,7 @@ from runtime.gateway.fleet import moves, retries
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import FromFile
 from runtime.gateway.fleet.scaling import FleetScaler, ScalingSettings
+from runtime.wire.limits import Limits
 from runtime.wire.messages import GenerateRequest, Pool, Reopen
 from tests.answering import KINDS, Whole, whole
 from tests.exported import build_float, tiny_graph
@@ -96,6 +97,31 @@ def test_prompts_are_computed_in_one_pool_and_answers_in_the_other(pools: Pools,
             assert not any(stats.fetches_failed for stats in decodes)
 
     run(test())
+
+
+def test_blocks_are_there_before_the_first_token(tmp_path: Path) -> None:
+    """All but those of the last steps. Planted: they are fetched once the first token has come."""
+    slow = replace(SLOW, token_seconds=0.005)
+    small = Limits(step_tokens=64)
+    engines = [ListeningEngine(tmp_path, slow, small, pool=pool) for pool in ("prefill", "decode")]
+    request = replace(asked("a", prompt(0, 100)), max_new_tokens=60)
+
+    async def test() -> None:
+        async with connected(tmp_path, engines) as client:
+            await all_ready(client, 2)
+            running = asyncio.ensure_future(answers(client, [request]))
+            await until(lambda: client.statuses()[1].stats.blocks_fetched >= 200 // BLOCK)
+            assert not client.statuses()[0].stats.generated_tokens
+            (found,) = await running
+            assert len(found.tokens) == 60 and client.counts["moves"] == 1
+            stats = client.statuses()[1].stats
+            assert stats.prefix_queries - stats.prefix_hits < 4 * BLOCK and not stats.fetches_failed
+
+    try:
+        run(test())
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

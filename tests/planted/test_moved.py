@@ -7,8 +7,10 @@ import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Semaphore, Thread
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -159,8 +161,10 @@ def core() -> EngineCore:
 
 
 @contextmanager
-def peer(folder: Path, info: EngineInfo = INFO) -> Generator[tuple[str, BlockStore]]:
-    """The address of an engine that has the blocks of the prompt, and its store."""
+def peer(folder: Path, info: EngineInfo = INFO, step_seconds: float = 0.0) -> Generator[tuple[str, BlockStore]]:
+    """The address of an engine that has the blocks of the prompt, and its store. It hears others between steps of
+    ``step_seconds``.
+    """
     made, address = core(), Address(path=f"{folder}/peer")
     made.add(GenerateRequest("r", PROMPT, 1), 0)
     while made.busy:
@@ -170,7 +174,7 @@ def peer(folder: Path, info: EngineInfo = INFO) -> Generator[tuple[str, BlockSto
     ended = Event()
 
     def run() -> None:
-        while not ended.is_set():
+        while not ended.wait(step_seconds):
             connections.receive(20)
             moves.work(connections.senders)
 
@@ -213,6 +217,37 @@ def test_sound_blocks_come_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with peer(tmp_path) as (address, store):
         fetch, found = fetched(address)
         assert not fetch.failure and found == expected() and store.sent == 12
+
+
+def test_a_block_that_is_lost_before_those_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: those behind it are still taken, in place of the ones before them."""
+    known, lost = BlockStore.lend, block_keys(PROMPT, BLOCK)[5]
+    monkeypatch.setattr(BlockStore, "lend", lambda self, key: None if key == lost else known(self, key))
+    with peer(tmp_path) as (address, store):
+        fetch, found = fetched(address)
+        assert not fetch.failure and list(found.items()) == list(expected().items())[:5] and store.sent == 11
+
+
+def test_fetches_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are lent between two steps, which are long. Planted: each fetch waits for a step of its own."""
+    known, times = BlockStore.lend, list[float]()
+
+    def lend(self: BlockStore, key: bytes) -> int | None:
+        times.append(monotonic())
+        return known(self, key)
+
+    monkeypatch.setattr(BlockStore, "lend", lend)
+    keys, store, ended = block_keys(PROMPT, BLOCK), core().blocks, Semaphore(0)
+    fetches = [Fetch(keys[at : at + 2], store.reserve(2, 0)) for at in range(0, 12, 2)]
+    with peer(tmp_path, step_seconds=0.2) as (address, _):
+        link = PeerLink(address, KEY, INFO, store, ended.release)
+        for fetch in fetches:
+            link.start(fetch)
+        assert all(ended.acquire(timeout=20) for _ in fetches)
+        link.close()
+    assert all(fetch.ended and fetch.done == 2 and not fetch.failure for fetch in fetches)
+    steps = 1 + sum(after - before > 0.1 for before, after in pairwise(times))
+    assert len(times) == 12 and steps < len(fetches)
 
 
 def test_a_block_that_is_torn_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,44 @@ def test_what_was_fetched_ahead_is_there_when_its_request_comes() -> None:
         assert one.deltas[id][0].cached_tokens == 5 * BLOCK
 
 
+def test_what_a_gateway_waits_for_is_fetched_also_where_it_is_computed_sooner() -> None:
+    """The last block of a prompt whose others are here: the gateway has weighed the fetch of all of them. Planted: it
+    is left to be computed, by a request that waits for it elsewhere.
+    """
+    with course() as one, patch.object(type(one.core.scheduler.costs), "prompt_seconds", 1e-9):
+        one.ahead(prompt(1, 5))
+        assert one.link is not None and len(one.link.fetches) == 1
+        one.arrive()
+        one.finish()
+        id = one.add(prompt(2, 5))
+        assert not one.moves.waiting, "nobody else has weighed this one"
+        one.finish()
+        assert not one.deltas[id][0].cached_tokens
+
+
+def test_behind_what_is_on_its_way_the_rest_is_fetched() -> None:
+    """Of a prompt that is being computed elsewhere, and of one that only begins alike. Planted: the rest is left out;
+    all that is on its way counts as common.
+    """
+    with course(new=2) as one:
+        begun = prompt(1, 5)
+        other = [*begun[: 2 * BLOCK], *prompt(2, 2)]
+        one.ahead(begun[: 3 * BLOCK + 1])
+        one.ahead(begun)
+        assert one.link is not None
+        one.ahead(begun)
+        id = one.add(other)
+        found, keys = [list(fetch.keys) for fetch in one.link.fetches], block_keys(begun, BLOCK)
+        assert found == [keys[:3], keys[3:5], block_keys(other, BLOCK)[2:4]]
+        for fetch in list(one.link.fetches):
+            for _ in fetch.keys:
+                one.arrive()
+            one.end()
+        one.work()
+        one.finish()
+        assert one.core.blocks.fetched == 7 and one.deltas[id][0].cached_tokens == 4 * BLOCK
+
+
 def warmed(one: Course, blocks: int) -> Link:
     """The link of an engine that is told to warm up, and hears the keys of two prompts of five blocks."""
     one.moves.take(WarmUp("peer", blocks))
@@ -324,14 +362,13 @@ def test_an_engine_that_opens_another_bundle_in_the_midst_of_a_fetch_leaves_noth
 
 def test_blocks_that_are_computed_sooner_are_not_fetched() -> None:
     costs = LinkCosts(block_bytes=1 << 20, block_tokens=64)
-    assert costs.worth("a", 10, prompt_seconds=0.0002, now=0), "10 MB against 128 ms"
-    assert not costs.worth("a", 10, prompt_seconds=0.00001, now=0), "against 6 ms"
+    assert costs.worth("a", 10, prompt_seconds=0.0002), "10 MB against 128 ms"
+    assert not costs.worth("a", 10, prompt_seconds=0.00001), "against 6 ms"
     costs.observe("a", 10, 10.0)
     for _ in range(9):
         costs.observe("a", 10, 1000.0)
-    assert not costs.worth("a", 10, prompt_seconds=0.0002, now=0), "a slow link"
-    assert costs.worth("b", 10, prompt_seconds=0.0002, now=0), "another one"
-    assert not costs.worth("b", 0, prompt_seconds=0.0002, now=0)
+    assert not costs.worth("a", 10, prompt_seconds=0.0002), "a slow link"
+    assert costs.worth("b", 10, prompt_seconds=0.0002), "another one"
 
 
 def test_recurrent_state_is_refused_by_name_and_computed() -> None:

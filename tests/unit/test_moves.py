@@ -56,7 +56,7 @@ class FakeFleet:
     def __init__(self, *addresses: str) -> None:
         self.listed = {address: FakeReplica(address) for address in addresses}
         self.held: dict[str, int] = {}
-        self.index = self
+        self.index, self.pays = self, True
         self.flights = dict[Flight, None]()
         self.old = FakeReplica("old", state=ReplicaState.DRAINING, ready=False)
         self.moves = Moves(
@@ -76,6 +76,18 @@ class FakeFleet:
         flight.replica, flight.connection, flight.stream = cast(Any, (self.old, self.old.connection, name))
         self.flights[flight] = None
         return flight
+
+    def hand_over_pays(self, _: GenerateRequest, __: str, ___: str) -> bool:
+        return self.pays
+
+    def compute(self, tokens: int) -> tuple[Flight, FakeReplica]:
+        """A request with a prompt of so many tokens, and the engine for prompts that computes it."""
+        request, replica = GenerateRequest("r", [1] * tokens, 1000), FakeReplica("prompts", pool="prefill")
+        self.listed["prompts"] = replica
+        flight = Flight(request, "", "bundle", 0.0, 0.0, attempts=1)
+        flight.replica, flight.connection, flight.stream = cast(Any, (replica, replica.connection, "r"))
+        self.flights[flight] = None
+        return flight, replica
 
     def land(self, flight: Flight, address: str) -> None:
         """It has its first token on another engine."""
@@ -157,3 +169,36 @@ def test_a_request_whose_new_engine_brings_nothing_holds_others_up_for_a_while_o
         await passed(lambda: len(left) == 3)
 
     drained(fleet, test)
+
+
+def test_blocks_of_a_prompt_are_fetched_while_the_next_ones_are_computed() -> None:
+    """Planted: nothing is fetched before the first token; blocks are asked for at each look, or where it costs more."""
+    fleet = FakeFleet("new")
+    flight, prompts = fleet.compute(6 * BLOCK + 10)
+    target = fleet.listed["new"].connection
+
+    def asked() -> list[int]:
+        return [len(one.tokens) // BLOCK for one in target.asked]
+
+    async def test() -> None:
+        fleet.pays = False
+        fleet.held["prompts"] = 1
+        fleet.moves.fetch_along(flight)
+        await asyncio.sleep(4 * moves.COMPUTED_SECONDS)
+        assert not asked()
+        fleet.pays = True
+        await passed(lambda: asked() == [1])
+        fleet.held["prompts"] = 3
+        await passed(lambda: asked() == [1, 3])
+        await asyncio.sleep(4 * moves.COMPUTED_SECONDS)
+        fleet.held |= {"new": 3, "prompts": 6}
+        flight.brings([1], "")
+        fleet.moves.hand_over(flight)
+        await passed(lambda: asked() == [1, 3, 6])
+        assert {one.source for one in target.asked} == {"prompts"} and not prompts.connection.left
+        fleet.held["new"] = 6
+        await passed(lambda: prompts.connection.left == ["r"])
+        fleet.moves.close()
+
+    asyncio.run(test())
+    assert asked() == [1, 3, 6]

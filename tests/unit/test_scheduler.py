@@ -3,7 +3,10 @@ request ends once, nobody starves, and greedy answers are those of each request 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines.protocol import Entry
 from runtime.engine.cache.blocks import BlockPool
+from runtime.engine.scheduling import step_costs
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
 from runtime.engine.scheduling.tenant_shares import TenantShares
@@ -56,6 +60,8 @@ def accepted(tokens: list[int], work: Work) -> list[int]:
 
 
 class Served(RuleBasedStateMachine):
+    splits = 0  # steps after which prompt tokens were owed, in all examples
+
     @initialize(
         blocks=st.integers(4, 24),
         step_tokens=st.integers(1, 40),
@@ -66,6 +72,8 @@ class Served(RuleBasedStateMachine):
         self.engine = HistoryEngine(VOCABULARY, slots=MAX_TOKENS, max_tokens=MAX_TOKENS, block_tokens=BLOCK)
         limits = Limits(step_tokens, running, max_waiting=8, aging_seconds=aging, scored_tokens=3)
         self.blocks, self.limits = blocks, limits
+        self.alone = patch.object(step_costs, "ALONE", 2)  # else no prompt is long enough to be put off
+        self.alone.start()
         self.scheduler = Scheduler(paged_cache(blocks, BLOCK, MAX_TOKENS), limits)
         self.now, self.number = 0.0, 0
         self.answers: dict[str, list[int]] = {}
@@ -140,6 +148,8 @@ class Served(RuleBasedStateMachine):
         self.end(self.scheduler.expire(self.now))
         waited = self.scheduler.waiting
         works = self.scheduler.plan(self.now, self.drafts(right))
+        planner: Any = self.scheduler._planner
+        Served.splits += planner._owed > 0
         assert sum(len(work.tokens) for work in works) <= self.limits.step_tokens
         assert len({work.id for work in works}) == len(works) <= self.limits.max_running
         assert works or not (waited or self.scheduler.running), "nothing runs although requests wait"
@@ -173,6 +183,10 @@ class Served(RuleBasedStateMachine):
         """All that is left is served to its end, within as many steps as there are tokens, recomputed ones included."""
         if not hasattr(self, "scheduler"):
             return
+        self.finish()
+        self.alone.stop()
+
+    def finish(self) -> None:
         steps = 0
         while self.requests.keys() - self.ended.keys():
             self.step(99, 99, steps % 3)
@@ -187,8 +201,58 @@ class Served(RuleBasedStateMachine):
                 assert answer == expected[: len(answer)]
 
 
-TestServed = Served.TestCase
-TestServed.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+class TestServed(Served.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+    def runTest(self) -> None:  # noqa: N802
+        super().runTest()
+        assert Served.splits > 60, "steps of tenants that share the engine were hardly ever split"
+
+
+def waiting_by_tenant(made: Scheduler) -> dict[str, int]:
+    found = Counter(sequence.tenant for sequence in made._requests.waiting.values())
+    return dict(found)
+
+
+def test_a_tenant_that_fills_the_queue_gives_places_up_to_others() -> None:
+    """Down to what another one has, and never those of higher priority. Planted: whoever comes last is refused."""
+    made = scheduler(max_waiting=6, max_running=1)
+    made.add(GenerateRequest("runs", [1], 9, tenant="loud"), 0)
+    advance(made)
+    for number in range(6):
+        made.add(GenerateRequest(f"loud{number}", [1], 1, tenant="loud", priority=0 if number else -1), number)
+    assert made.add(GenerateRequest("quiet0", [1], 1, tenant="quiet"), 6) == ["loud5"]
+    with pytest.raises(QueueFullError):
+        made.add(GenerateRequest("loud6", [1], 1, tenant="loud"), 6)
+    with pytest.raises(QueueFullError):
+        made.add(GenerateRequest("low", [1], 1, tenant="third", priority=1), 6)
+    assert made.add(GenerateRequest("quiet1", [1], 1, tenant="quiet"), 7) == ["loud4"]
+    assert made.add(GenerateRequest("quiet2", [1], 1, tenant="quiet"), 8) == ["loud3"]
+    with pytest.raises(QueueFullError):
+        made.add(GenerateRequest("quiet3", [1], 1, tenant="quiet"), 9)
+    assert waiting_by_tenant(made) == {"loud": 3, "quiet": 3}
+    assert made.add(GenerateRequest("third", [1], 1, tenant="third"), 9) == ["quiet2"] or made.waiting == 6
+    made.check()
+
+
+def test_a_tenant_whose_prompts_fill_the_queue_gives_tokens_up_to_others() -> None:
+    """Planted: only places are looked at."""
+    made = scheduler(max_waiting_tokens=40, max_running=1)
+    made.add(GenerateRequest("runs", [1], 9, tenant="loud"), 0)
+    advance(made)
+    for number in range(4):
+        made.add(GenerateRequest(f"loud{number}", [1] * 10, 1, tenant="loud"), number)
+    assert made.add(GenerateRequest("quiet", [1] * 15, 1, tenant="quiet"), 5) == ["loud3", "loud2"]
+    with pytest.raises(QueueFullError):
+        made.add(GenerateRequest("more", [1] * 8, 1, tenant="quiet"), 5)
+    assert made.waiting_tokens == 35
+    made = scheduler(max_waiting_tokens=45, max_running=1)
+    for number in range(2):
+        made.add(GenerateRequest(f"loud{number}", [1] * 20, 1, tenant="loud"), number)
+    for number in range(3):
+        made.add(GenerateRequest(f"quiet{number}", [1], 1, tenant="quiet"), number)
+    assert made.add(GenerateRequest("more", [1] * 10, 1, tenant="quiet"), 5) == ["loud1"], "though it has more places"
+    made.check()
 
 
 def scheduler(blocks: int = 16, **limits: int) -> Scheduler:
@@ -325,6 +389,27 @@ def test_answers_of_a_tenant_that_takes_much_more_rest_while_a_prompt_of_another
 
     assert fed(1.0) == fed(1.0 + 0.5 * made.limits.rest_seconds) == {"quiet": 16}
     assert fed(1.0 + made.limits.rest_seconds) == {"quiet": 8, **decoding}
+
+
+def test_answers_rest_longer_where_steps_are_long() -> None:
+    """As in the test before this one, with steps of a second. Planted: a rest as long as for steps of milliseconds,
+    which ends while the first part of the prompt is computed.
+    """
+    made, decoding = scheduler(256, step_tokens=16), {f"loud{number}": 1 for number in range(8)}
+    for number, id in enumerate(decoding):
+        made.add(GenerateRequest(id, [1 + number] * 32, 30, tenant="loud"), 0)
+    while made.waiting or made.feeds_prompts:
+        advance(made, 1.0)
+    made.costs.observe(8, 0, 0, 1.0)
+    made.add(GenerateRequest("quiet", [9] * 60, 2, tenant="quiet"), 1.0)
+
+    def fed(now: float) -> dict[str, int]:
+        works = made.plan(now)
+        made.commit({work.id: WorkResult([1] if work.samples else []) for work in works}, now)
+        return {work.id: len(work.tokens) for work in works}
+
+    assert fed(1.0) == fed(4.0) == fed(7.9) == {"quiet": 16}
+    assert fed(8.1) == {"quiet": 8, **decoding}
 
 
 def test_answers_of_a_tenant_that_takes_much_more_do_not_rest_for_a_prompt_of_a_lower_priority() -> None:

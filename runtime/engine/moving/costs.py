@@ -27,18 +27,16 @@ class LinkCosts:
         """That a fetch of so many blocks should take."""
         return FIXED_SECONDS + blocks * self._bytes / self._speeds.get(address, BYTES_PER_SECOND)
 
-    def worth(self, address: str, blocks: int, prompt_seconds: float, now: float) -> bool:
+    def worth(self, address: str, blocks: int, prompt_seconds: float) -> bool:
         """Whether blocks come sooner than they are computed. ``prompt_seconds``: of a token; 0 until it is known.
 
         >>> costs = LinkCosts(block_bytes=737_280, block_tokens=64)
-        >>> costs.worth("tcp:10.0.0.1:7000", 32, 0.0002, 0.0)  # 50 ms, against 410
+        >>> costs.worth("tcp:10.0.0.1:7000", 32, 0.0002)  # 50 ms, against 410
         True
         >>> costs.observe("tcp:10.0.0.1:7000", 32, 4.0)
-        >>> costs.worth("tcp:10.0.0.1:7000", 32, 0.0002, 0.0)
+        >>> costs.worth("tcp:10.0.0.1:7000", 32, 0.0002)
         False
         """
-        if not blocks or now < self.paused_until(address):
-            return False
         return not prompt_seconds or self.seconds(address, blocks) < blocks * self._tokens * prompt_seconds
 
     def observe(self, address: str, blocks: int, seconds: float) -> None:

@@ -10,11 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import count
 from queue import Empty, SimpleQueue
 from secrets import token_bytes
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.engine.block_store import BlockStore
 from runtime.engine.moving.checksums import checksum
@@ -52,15 +51,24 @@ class Fetch:
     """One chain of blocks, and those that are reserved here for their content. The thread of a link fills one after
     another, counts them in ``done``, and sets ``ended`` once it touches none of them any more.
 
-    ``since``: when it began. ``failure``: why it has ended, if not because all blocks came that there are.
-    ``given_up``: nobody wants it any more.
+    ``since``: when it began, or the one before it had ended. ``failure``: why it has ended, if not because all blocks
+    came that there are. ``given_up``: nobody wants it any more. ``short``: the other engine does not have a block, so
+    those behind it are of no use.
     """
 
     def __init__(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         self.keys, self.blocks, self.since = keys, blocks, monotonic()
         self.done = 0
-        self.ended = self.given_up = False
+        self.ended = self.given_up = self.short = False
         self.failure = ""
+
+
+class _Wanted(NamedTuple):
+    """A block that was asked for. ``at``: of its place, see :meth:`PeerLink._fetch`."""
+
+    fetch: Fetch
+    key: bytes
+    at: int
 
 
 class KeysFetch:
@@ -90,6 +98,8 @@ class PeerLink:
         self._at_once = max(1, min(ASK_BYTES // store.block_bytes, ahead // 2))
         self._places = ahead // self._at_once * self._at_once
         self._fetches: SimpleQueue[Fetch | KeysFetch | None] = SimpleQueue()
+        self._held = deque[KeysFetch | None]()  # taken from these, to begin once those that have begun have ended
+        self._begun = deque[Fetch | KeysFetch]()
         self._end: socket.socket | None = None
         self._session = Session("server", key)
         self._messages: deque[Any] = deque()
@@ -104,33 +114,49 @@ class PeerLink:
 
     def _run(self) -> None:
         """Of the thread."""
-        while True:
-            try:
-                fetch = self._fetches.get(timeout=IDLE_SECONDS)
-            except Empty:
-                self._leave()
-                continue
-            if fetch is None:
-                break
+        while (fetch := self._next_fetch()) is not None:
+            self._begun.append(fetch)
             try:
                 if not fetch.given_up:
+                    self._connect()
                     if isinstance(fetch, KeysFetch):
-                        self._connect()
                         self._fetch_keys(fetch)
                     else:
-                        fetch.since = monotonic()
-                        self._connect()
                         self._fetch(fetch)
-            except Exception as error:  # of any kind: what waits for the fetch must hear of its end
-                fetch.failure = one_line(error)
-            finally:
-                if fetch.failure:
-                    self._leave()
-                fetch.ended = True
-                self._ended()
+            except Exception as error:  # of any kind: what waits for a fetch must hear of its end
+                for one in self._begun:
+                    one.failure = one_line(error)
+                self._leave()
+            while self._begun:
+                self._end_first()
         self._leave()
         if self._shared is not None:
             os.close(self._shared[0])
+
+    def _next_fetch(self) -> Fetch | KeysFetch | None:
+        """Waits for it; None: nobody wants this link any more."""
+        while True:
+            if self._held:
+                return self._held.popleft()
+            try:
+                return self._fetches.get(timeout=IDLE_SECONDS)
+            except Empty:
+                self._leave()
+
+    def _another_fetch(self) -> Fetch | None:
+        """One that waits, and can be asked for while others are on their way."""
+        if not self._held:
+            with suppress(Empty):
+                fetch = self._fetches.get_nowait()
+                if isinstance(fetch, Fetch):
+                    return fetch
+                self._held.append(fetch)
+        return None
+
+    def _end_first(self) -> None:
+        """Of those that have begun."""
+        self._begun.popleft().ended = True
+        self._ended()
 
     def _connect(self) -> None:
         """Unless there is a connection. :class:`TapeoutError` where the other engine's blocks are of no use here."""
@@ -164,21 +190,38 @@ class PeerLink:
                 expected=f"bundle {here.digest[:12]} at level {here.level or 'none'}: blocks of others do not fit",
             )
 
-    def _fetch(self, fetch: Fetch) -> None:
-        """Blocks are asked for in groups, each of which has places of its own until it was taken in."""
-        shared, keys = self._memory(), fetch.keys
-        wanted, asked, whole = deque[tuple[bytes, int]](), 0, True
+    def _fetch(self, asking: Fetch) -> None:
+        """This one, and those that come meanwhile: the other engine looks at what it is asked for between two steps, so
+        each would wait for a step of its own.
+
+        Blocks are asked for in groups. Each has a place of its own until it was taken in. Places are counted on, and
+        begin again from the first one where a group would not fit behind the last one.
+        """
+        shared, wanted, asked, at = self._memory(), deque[_Wanted](), 0, 0
+        asking.since = monotonic()
         while True:
-            whole &= not fetch.given_up  # what was asked for comes all the same, and is taken from the connection
-            while whole and asked < len(keys) and len(wanted) + self._at_once <= self._places:
-                part = keys[asked : asked + self._at_once]
-                place = asked % self._places
-                wanted.extend(zip(part, count(place)))
-                self._send(FetchState("paged", b"".join(part), shared, place))
-                asked += len(part)
+            while True:
+                if asked == len(asking.keys) or asking.short or asking.given_up:
+                    if (another := self._another_fetch()) is None:
+                        break
+                    self._begun.append(another)
+                    asking, asked, another.since = another, 0, monotonic()
+                    continue
+                part = asking.keys[asked : asked + self._at_once]
+                if at % self._places + len(part) > self._places:
+                    at += self._places - at % self._places
+                if wanted and at + len(part) > wanted[0].at + self._places:
+                    break
+                self._send(FetchState("paged", b"".join(part), shared, at % self._places))
+                wanted.extend(_Wanted(asking, key, at + number) for number, key in enumerate(part))
+                asked, at = asked + len(part), at + len(part)
+            while self._begun and not (wanted and wanted[0].fetch is self._begun[0]):
+                self._end_first()
+                if wanted:
+                    wanted[0].fetch.since = monotonic()
             if not wanted:
                 return
-            whole &= self._take(fetch, *wanted.popleft())
+            self._take(*wanted.popleft())
 
     def _fetch_keys(self, fetch: KeysFetch) -> None:
         self._send(FindState(fetch.most))
@@ -188,22 +231,22 @@ class PeerLink:
         whole = range(0, len(found.keys), WHOLE_KEY_BYTES)
         fetch.keys = [found.keys[at : at + WHOLE_KEY_BYTES] for at in whole]
 
-    def _take(self, fetch: Fetch, key: bytes, place: int) -> bool:
-        """The next block; False where the other engine does not have it (any more)."""
+    def _take(self, fetch: Fetch, key: bytes, at: int) -> None:
+        """The next block; of a fetch that ends early, what was asked for comes all the same."""
         part = self._next()
         if not isinstance(part, StatePart) or part.key != key:
             raise WireError(f"{type(part).__name__} of another key", expected="the block that was asked for")
         if not part.found:
-            return False
-        content = self._content(part, place)
+            fetch.short = True
+            return
+        content = self._content(part, at % self._places)
         if len(content) != self._block_bytes:
             raise WireError(f"a block of {len(content)} bytes", expected=f"{self._block_bytes}")
         if checksum(key, self._info.digest, self._info.level, content) != part.checksum:
             raise WireError("a block that does not match its checksum", expected="the content that was sent")
-        if not fetch.given_up:
+        if not (fetch.short or fetch.given_up):
             self._store.write(fetch.blocks[fetch.done], content)
             fetch.done += 1
-        return True
 
     def _next(self) -> Any:
         """What the other engine says to this one."""

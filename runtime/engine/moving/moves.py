@@ -83,7 +83,7 @@ class BlockMoves:
         """A request may wait for its blocks first."""
         now = monotonic()
         if isinstance(command, FetchAhead):
-            self._begin(command.tokens, command.cache_salt, command.source, now)
+            self._begin(command.tokens, command.cache_salt, command.source, now, ahead=True)
         elif isinstance(command, WarmUp):
             self._warm_up(command, now)
         elif isinstance(command, Cancel):
@@ -138,8 +138,14 @@ class BlockMoves:
         waiting.requests.append((request, now - command.age))
         return True
 
-    def _begin(self, tokens: Sequence[int], cache_salt: bytes, address: str, now: float) -> _Waiting | None:
-        """The fetch of the blocks of these tokens; None where there is none to be fetched."""
+    def _begin(
+        self, tokens: Sequence[int], cache_salt: bytes, address: str, now: float, *, ahead: bool = False
+    ) -> _Waiting | None:
+        """The fetch of the last blocks of these tokens; None where there is none to be fetched.
+
+        What is on its way already is not asked for again, only what is missing behind it. ``ahead``: no request waits
+        for it, but a gateway does, which has weighed the fetch of all blocks of a request against computing them.
+        """
         store = self._store
         if not store.moves:
             return None
@@ -147,16 +153,19 @@ class BlockMoves:
             missing = store.missing(tokens, cache_salt)
         except Exception:  # whatever a request holds: the core refuses it, and says why
             return None
+        waiting: _Waiting | None = None
+        while missing and (found := self._waiting.get(missing[0])) is not None:
+            waiting, missing = found, missing[_common(missing, found.fetch.keys) :]
         if not missing:
-            return None
-        if (waiting := self._waiting.get(missing[0])) is not None:
             return waiting
         prompt_seconds = self._core.scheduler.costs.prompt_seconds
-        if not self._costs.worth(address, len(missing), prompt_seconds, now):
-            return None
+        if now < self._costs.paused_until(address):
+            return waiting
+        if not (ahead or self._costs.worth(address, len(missing), prompt_seconds)):
+            return waiting
         # Each running request may need a block in the next step.
         if not (blocks := store.reserve(len(missing), self._core.scheduler.running)):
-            return None
+            return waiting
         return self._fetch(address, missing[: len(blocks)], blocks, now)
 
     def _fetch(self, address: str, keys: Sequence[bytes], blocks: Sequence[int], now: float) -> _Waiting:
@@ -219,3 +228,11 @@ class BlockMoves:
             store.fetch_seconds = self._costs.block_seconds
         for request, arrival in waiting.requests:
             self._core.add(request, arrival)
+
+
+def _common(keys: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """How many of the first ones are the same."""
+    return next(
+        (at for at, (key, other) in enumerate(zip(keys, others, strict=False)) if key != other),
+        min(len(keys), len(others)),
+    )

@@ -14,6 +14,7 @@ from runtime.wire.limits import Limits
 
 SHARED_SECONDS = 60.0  # after two tenants had requests at once, an engine counts as shared for so long
 LEAST_REST = 0.25  # of the longest rest: for less, a prompt does not have a step alone
+REST_STEPS = 7.0  # of the answers that rest: their longest rest is as long as these, where that is more than the limit
 Rank = tuple[float, bool, float, float, str]
 Group = tuple[str, int]  # tenant and priority
 
@@ -89,11 +90,13 @@ class ServiceOrder:
         prompts: Sequence[ScheduledSequence],
         waiting: Set[Group],
         prompt_seconds: float,
+        decode_seconds: float,
         now: float,
     ) -> float | None:
         """Seconds for which requests of heavy tenants rest in the next step, so that prompts of others have it to
         themselves; None where there is no such prompt, where one of theirs has a higher priority, or where they have
-        rested long enough. ``prompt_seconds``: that a token of a prompt takes.
+        rested long enough. ``prompt_seconds``: that a token of a prompt takes. ``decode_seconds``: that a step of all
+        that decode takes, without prompts.
         """
         if not self._heavy:
             return None
@@ -104,7 +107,8 @@ class ServiceOrder:
         heavy += [sequence.priority for sequence in resting]
         if not light or min(heavy, default=min(light)) < min(light):
             return None
-        longest = self._limits.rest_seconds
+        # Where steps are long, a prompt of others would need many short rests, each behind such a step.
+        longest = max(self._limits.rest_seconds, REST_STEPS * decode_seconds)
         left = min((sequence.last for sequence in resting), default=now) + longest - now
         least = LEAST_REST * longest
         if own := [sequence.pending for sequence in self.light(prompts)]:

@@ -47,7 +47,8 @@ class StepPlanner:
             decoding.sort(key=lambda sequence: order.rank(sequence, now))
         if len(prompts) > 1:
             prompts.sort(key=lambda sequence: order.rank(sequence, now))
-        rest = order.rest(decoding, prompts, self._requests.queue.groups, self._costs.prompt_seconds, now)
+        costs, groups = self._costs, self._requests.queue.groups
+        rest = order.rest(decoding, prompts, groups, costs.prompt_seconds, costs.decode_seconds(len(decoding)), now)
         fed, splits = 0, order.lately_shared
         if rest is not None:
             fed = self._fill(order.light(decoding), order.light(prompts), now, rest=rest)

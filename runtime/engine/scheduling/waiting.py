@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from heapq import heapify, heappop, heappush
 
@@ -74,9 +75,10 @@ class WaitingQueue:
                 heappush(heads, (self._rank(self._sequences[places[passed][1]], now), group, passed))
 
     def displaced(self, request: GenerateRequest, limits: Limits, now: float) -> list[ScheduledSequence] | None:
-        """Who must end so that there is room for a request: those of lower priority, the lowest and latest first.
+        """Who must end so that there is room for a request: those of lower priority, the lowest and latest first. Where
+        all of them would not be enough, those of the tenants that take most of the queue, the latest first.
 
-        None where all of them would not be enough. One that has begun its answer keeps its place.
+        None where there is no room so either. One that has begun its answer keeps its place.
         """
         places, tokens = limits.max_waiting - len(self._sequences), limits.max_waiting_tokens - self.tokens
         needed = len(request.prompt) + len(request.answered)
@@ -92,7 +94,38 @@ class WaitingQueue:
             places, tokens = places + 1, tokens + len(sequence.tokens)
             if places >= 1 and tokens >= needed:
                 return found
-        return None
+        return self._of_other_tenants(request, limits, needed)
+
+    def _of_other_tenants(
+        self, request: GenerateRequest, limits: Limits, needed: int
+    ) -> list[ScheduledSequence] | None:
+        """Each of the tenant that has most of what is short, places or tokens, as long as that tenant then has no less
+        than the request's own: none can keep others out by what it sends.
+        """
+        if len({tenant for tenant, _ in self._places} | {request.tenant}) < 2:
+            return None
+        counts, sums, leaves = Counter[str](), Counter[str](), dict[str, list[ScheduledSequence]]()
+        for sequence in self._sequences.values():
+            counts[sequence.tenant] += 1
+            sums[sequence.tenant] += len(sequence.tokens)
+            if sequence.priority >= request.priority and not (sequence.started or sequence.answered):
+                leaves.setdefault(sequence.tenant, []).append(sequence)
+        for sequences in leaves.values():
+            sequences.sort(key=lambda sequence: (sequence.arrival, sequence.id))
+        found, own = list[ScheduledSequence](), request.tenant
+        while counts.total() >= limits.max_waiting or sums.total() + needed > limits.max_waiting_tokens:
+            places = counts.total() >= limits.max_waiting
+            short, more = (counts, 1) if places else (sums, needed)
+            tenant = max([one for one in leaves if leaves[one]], key=short.__getitem__, default=own)
+            if tenant == own:
+                return None
+            last = leaves[tenant].pop()
+            counts[tenant] -= 1
+            sums[tenant] -= len(last.tokens)
+            if short[tenant] < short[own] + more:
+                return None
+            found.append(last)
+        return found
 
     def _below(self, priority: int, now: float) -> list[ScheduledSequence]:
         """Sequences of lower priorities, the lowest rank first."""

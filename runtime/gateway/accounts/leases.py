@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tapeout.database import create_tables, database_seconds, open_database
+from tapeout.database import create_tables, database_seconds, open_database, refusal
 
 if TYPE_CHECKING:
     from sqlalchemy import Column, Connection, Table
@@ -114,17 +114,25 @@ class LeaseDatabase:
     def sync(self, holder: str, asks: Sequence[LimitAsk]) -> dict[tuple[str, str], LimitAnswer]:
         """By key and kind, in one transaction. ``holder``: of 32 characters, another one for each start of a gateway.
 
-        Raises what SQLAlchemy raises; then nobody knows whether anything has changed. Without asks it says whether the
-        database answers.
+        Raises what SQLAlchemy raises; then nobody knows whether anything has changed. And
+        :class:`tapeout.database.DatabaseRefusedError` where the database does not let this user in, or not to the
+        tables. Without asks it says whether both is so.
         """
-        if not self._created:
-            create_tables(self._engine, self._limits.metadata)
-            self._created = True
-        with self._engine.begin() as connection:
-            if not asks:
-                database_seconds(connection)
-                return {}
-            return self._sync(connection, holder, asks)
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            if not self._created:
+                create_tables(self._engine, self._limits.metadata)
+                self._created = True
+            with self._engine.begin() as connection:
+                return self._sync(connection, holder, asks) if asks else self._look(connection)
+        except SQLAlchemyError as error:
+            tables = " and ".join(table.name for table in (self._limits, self._leases))
+            if (
+                refused := refusal(error, "limits", f"the tables {tables}", "the URL of --limits-database")
+            ) is not None:
+                raise refused from error
+            raise
 
     def leave(self, holder: str) -> None:
         """Forget a gateway that holds nothing any more, and those that have been gone for long."""
@@ -138,6 +146,13 @@ class LeaseDatabase:
 
     def close(self) -> None:
         self._engine.dispose()
+
+    def _look(self, connection: Connection) -> dict[tuple[str, str], LimitAnswer]:
+        import sqlalchemy as sa
+
+        for table in (self._limits, self._leases):
+            connection.execute(sa.select(table).limit(1))
+        return {}
 
     def _sync(
         self, connection: Connection, holder: str, asks: Sequence[LimitAsk]

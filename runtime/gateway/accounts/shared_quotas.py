@@ -25,6 +25,7 @@ from runtime.gateway.accounts.quotas import (
     retry_after,
 )
 from runtime.gateway.protocol.errors import ApiError
+from tapeout.database import DatabaseRefusedError
 from tapeout.errors import one_line
 
 SYNC_SECONDS = 1.0  # between two transactions, unless a request waits
@@ -240,6 +241,15 @@ class SharedQuotas:
     def away(self) -> bool:
         """The database does not answer."""
         return bool(self._failed) or (self._begun is not None and time.monotonic() - self._begun > ANSWER_SECONDS)
+
+    def require_access(self) -> None:
+        """:class:`DatabaseRefusedError` where the database answers, but not to this user. One that is away may come."""
+        try:
+            self._database.sync(self._holder, [])
+        except DatabaseRefusedError:
+            raise
+        except Exception as error:  # SQLAlchemy's, and its drivers'
+            log.debug("the database of the limits does not answer yet: %s", one_line(error))
 
     def begin(self) -> None:
         """See whether the database answers; the log says where it does not. Called in the event loop."""

@@ -191,6 +191,8 @@ class FleetClient:
                 try:
                     stream = flight.land(replica, connection, option.source)
                     self.router.sent(option)
+                    if replica.pool == "prefill" and not flight.answered:
+                        self._moves.fetch_along(flight)
                     while True:
                         for delta in await stream.next():
                             if delta.tokens:

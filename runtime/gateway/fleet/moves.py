@@ -1,7 +1,8 @@
 """Requests that leave an engine before they have ended: one that drains, one for prompts, or one that is silent.
 
 Where the engine is sound, the next one fetches the request's blocks while it still runs here, and the request changes
-over once they are there. What lies behind its last full block is computed there.
+over once they are there. What lies behind its last full block is computed there. Of an engine for prompts blocks are
+fetched while it computes the next ones, so only the last of them are on their way when the first token has come.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from runtime.wire.messages import FetchAhead, WarmUp
 MOVE_SECONDS = 2.0  # for the first token of a request elsewhere, until the next one leaves an engine that drains
 LOOK_SECONDS = 0.1  # between two looks for requests to move, where no change is told of
 AHEAD_SECONDS = 3.0  # that a request which is handed over stays for its blocks to be fetched
-ARRIVE_SECONDS = 0.005  # between two looks whether blocks have come
+ARRIVE_SECONDS = 0.002  # between two looks whether blocks have come
+COMPUTED_SECONDS = 0.02  # between two looks whether blocks of a prompt have been computed
 DRAIN_SECONDS = 10.0  # that a request stays on an engine that drains, for its blocks to be fetched and the last to fill
 # Behind the last full block, in a request that leaves an engine that drains: each is computed anew, in a step of all
 # others. A stream that has more of them first fills its block.
@@ -53,14 +55,13 @@ class Moves:
         info, connection = replica.info, replica.connection
         if info is None or connection is None or not info.moves_blocks or info.pool == "decode":
             return
-        others = [
-            other
-            for other in self._members.listed.values()
-            if other is not replica and other.ready and other.digest == replica.digest and other.level == replica.level
-        ]
-        most = max(others, key=_known_blocks, default=replica)
+        most = max(self._alike(replica), key=_known_blocks, default=replica)
         if _known_blocks(most):
             connection.send(WarmUp(most.address, int(WARM_SHARE * info.blocks)))
+
+    def fetch_along(self, flight: Flight) -> None:
+        """A request begins on an engine that is for prompts: the one that is to go on fetches blocks meanwhile."""
+        self._start(self._fetch_along(flight))
 
     def hand_over(self, flight: Flight) -> None:
         """A request has its first token from an engine that is for prompts: another one goes on, where that pays."""
@@ -125,6 +126,26 @@ class Moves:
         finally:
             self._crossing -= tokens
 
+    async def _fetch_along(self, flight: Flight) -> None:
+        """Until the first token. Which engine goes on is chosen again then: by rule the one that has the blocks."""
+        replica, target, asked = flight.replica, None, 0
+        while replica is not None and self._computes_prompt(flight, replica):
+            if target is None or not target.ready:
+                found = self._alike(replica)
+                target, asked = self._best(flight, [one for one in found if one.pool != "prefill"]), 0
+            connection = None if target is None else target.connection
+            if target is not None and connection is not None:
+                if not (flight.resumes and flight.moves_blocks and connection.info.moves_blocks):
+                    return
+                there = self._router.index.resumable(flight.block_keys())
+                computed, arrived = there.get(replica.address, 0), there.get(target.address, 0)
+                if computed > max(asked, arrived) and self._router.hand_over_pays(
+                    flight.next_request(), replica.address, target.address
+                ):
+                    self._ask(connection, flight, replica, computed)
+                    asked = computed
+            await asyncio.sleep(COMPUTED_SECONDS)
+
     async def _hand_over(self, flight: Flight) -> None:
         """Again and again, while the request is on an engine that is for prompts. Where the other engine was lost, or
         has not got the blocks in time, the next one is tried, which takes from the budget of retries. Where blocks have
@@ -157,11 +178,11 @@ class Moves:
             if not (flight.moves_blocks and connection.info.moves_blocks):
                 return True
             keys = flight.block_keys()
-            if asked < len(keys):
-                self._ask(connection, flight, replica)
-                asked = len(keys)
             if self._has_blocks(target, keys):
                 return True
+            if asked < len(keys):
+                self._ask(connection, flight, replica, len(keys))
+                asked = len(keys)
             if monotonic() > until or not self._can_move(flight, replica):
                 return False
             await asyncio.sleep(ARRIVE_SECONDS)
@@ -184,7 +205,7 @@ class Moves:
             keys = flight.block_keys()
             there = self._router.index.resumable(keys).get(target.address, 0)
             if max(asked, there) < len(keys):
-                self._ask(connection, flight, replica)
+                self._ask(connection, flight, replica, len(keys))
                 asked = len(keys)
             tokens -= there * connection.info.block_tokens
             if tokens <= MOST_TAIL or monotonic() > until:
@@ -192,12 +213,21 @@ class Moves:
             await _progress(flight)
         return tokens
 
-    def _ask(self, connection: FleetConnection, flight: Flight, replica: Replica) -> None:
-        tokens = (*flight.request.prompt, *flight.answered)
+    def _ask(self, connection: FleetConnection, flight: Flight, replica: Replica, blocks: int) -> None:
+        """For the first blocks of a request."""
+        tokens = (*flight.request.prompt, *flight.answered)[: blocks * connection.info.block_tokens + 1]
         connection.send(FetchAhead(tokens, flight.request.cache_salt, replica.address))
 
     def _has_blocks(self, target: Replica, keys: list[bytes]) -> bool:
         return self._router.index.resumable(keys).get(target.address, 0) == len(keys)
+
+    def _alike(self, replica: Replica) -> list[Replica]:
+        """Other engines that take requests, and blocks of this one."""
+        return [
+            other
+            for other in self._members.listed.values()
+            if other is not replica and other.ready and other.digest == replica.digest and other.level == replica.level
+        ]
 
     def _others(self, flight: Flight, replica: Replica) -> list[Replica]:
         """Engines on which a request could go on."""
@@ -211,6 +241,11 @@ class Moves:
 
     def _stays(self, replica: Replica) -> bool:
         return self._members.listed.get(replica.address) is replica
+
+    def _computes_prompt(self, flight: Flight, replica: Replica) -> bool:
+        """One that leaves the list, or drains, computes it for nobody who would go on from there."""
+        on_it = flight in self._flights and flight.runs_on(replica) and not flight.answered
+        return on_it and replica.ready and self._stays(replica)
 
     def _can_move(self, flight: Flight, replica: Replica) -> bool:
         """One without a token stays until it has some: its blocks are not there yet. One that no other engine can go

@@ -16,7 +16,7 @@ from runtime.gateway.fleet.release import (
     ReleasePlanError,
     changed_meanwhile,
 )
-from tapeout.database import DatabaseError, create_tables, is_refusal, open_database
+from tapeout.database import DatabaseError, create_tables, open_database, refusal
 from tapeout.errors import one_line
 from tapeout.file_errors import file_problem
 
@@ -88,15 +88,11 @@ class PlanTable:
             ) from error
 
     def _failure(self, error: Exception) -> PlanAwayError:
-        if isinstance(error, DatabaseError):
-            return PlanRefusedError(error.found, expected=error.expected, remedy=error.remedy)
+        place = "`releases` in the file of the fleet"
+        found = error if isinstance(error, DatabaseError) else refusal(error, "releases", str(self), place)
+        if found is not None:
+            return PlanRefusedError(found.found, expected=found.expected, remedy=found.remedy)
         cause = one_line(getattr(error, "orig", None) or error)  # without the statement
-        if is_refusal(error):
-            return PlanRefusedError(
-                f"the database of releases does not let this user in, or not to {self}: {cause}",
-                expected="the right password, and rights to create the table release_plans or to use it",
-                remedy="correct `releases` in the file of the fleet, or give this user these rights",
-            )
         return PlanAwayError(
             f"the database of the release plan does not answer: {cause}",
             expected="a database that answers",

@@ -8,6 +8,7 @@ from time import monotonic
 from runtime.gateway.fleet.discovery import DiscoveryError, Listing
 from runtime.wire.address import Address, read_key
 from runtime.wire.engine_table import EngineTable
+from tapeout.database import DatabaseRefusedError
 from tapeout.errors import one_line
 
 OLD_SECONDS = 10.0  # without a word from an engine, until it is no longer listed
@@ -21,13 +22,15 @@ class TableDiscovery:
     """
 
     def __init__(self, url: str, key: Path | None) -> None:
-        self._table, self._key = EngineTable(url), key
+        self._table, self._key = EngineTable(url, "`table` in the file of the fleet"), key
         self._listed: dict[str, float | None] = {}  # and since when they look old
 
     def read(self) -> Listing:
         key = read_key(self._key)
         try:
             ages = self._table.read()
+        except DatabaseRefusedError:
+            raise
         except Exception as error:  # SQLAlchemy's, and its drivers'
             raise DiscoveryError(
                 f"the table of engines cannot be read: {one_line(error)}", expected="a database that answers"

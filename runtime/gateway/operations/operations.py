@@ -89,6 +89,8 @@ class Operations:
         if view is not None:
             self.metrics.registry.register(view)
         self.shared = shared = SharedQuotas(settings.limits_database) if settings.limits_database else None
+        if shared is not None:
+            shared.require_access()
         self.health = Health(
             client,
             lambda: self._service is not None and self._service.draining,
