@@ -133,8 +133,10 @@ def count_tensors(
         found.append(counted.model_copy(update={"expert": expert, "distance": distance, "rounded": rounded}))
         ranges.append(np.abs(fit_range(own, linear.scheme).scales).reshape(-1))
     owners = enumerate(_owners(linear, np.stack(ranges)))
+    # Where every weight is its source's, so are the scales: of codes drawn with one scale, say, these fit any expert.
     return [
-        found[expert].model_copy(update={"scales_of": None if owner == expert else owner}) for expert, owner in owners
+        found[expert].model_copy(update={"scales_of": None if owner == expert or found[expert].exact else owner})
+        for expert, owner in owners
     ]
 
 

@@ -166,7 +166,7 @@ _ALL = (
     ),
     KernelOperator(
         "ChooseExperts",
-        (Argument("logits"), Argument("bias", optional=True)),  # [M, E], [E]
+        (Argument("logits"), Argument("bias", optional=True)),  # [.., M, E], [E]
         (Argument("index", ("int64",)), Argument("weight")),  # [M, k]
         "choose_experts",
     ),
@@ -175,6 +175,10 @@ _ALL = (
         (Argument("x"), Argument("residual", optional=True), Argument("weight"), Argument("rows", ("int64",))),
         (_Y,),  # [P, K]
         "norm_rows",
+    ),
+    KernelOperator("Norm", (Argument("x"), Argument("weight")), (_Y,), "norm_rows"),  # [.., K]
+    KernelOperator(  # of a + b
+        "ResidualNorm", (Argument("a"), Argument("b"), Argument("weight")), (_Y, Argument("sum")), "norm_rows"
     ),
     KernelOperator(
         "QuantizeActivations", (Argument("x"), Argument("scale")), (Argument("y", ("uint8",)),), "quantize_activations"

@@ -51,6 +51,9 @@ static float random_float(void) {
   for (int i = 0; i < 4; i++) sum += (float)random_int(-1000, 1000) / 1000;
   return sum;
 }
+static int same_float(float a, float b) {
+  return a == b || (isnan(a) && isnan(b));
+}
 static void fill_floats(Value* value, float size) {
   float* data = value->data;
   const int64_t count = elements_of(value);
@@ -470,46 +473,57 @@ static void check_quantize(Node* node) {
 
 enum { ROWS = 3 }; /* input */
 
-static Node new_norm_rows(void) {
-  Node node = {.what = "NormRows", .op = find_op("NormRows"), .epsilon = 0.01f};
+static const char* const NORMS[] = {"NormRows", "Norm", "ResidualNorm"};
+enum { SOME_ROWS, ALL_ROWS, ALL_SUMS };
+
+static Node new_norm(void) {
+  const int64_t kind = random_int(SOME_ROWS, ALL_SUMS);
+  Node node = {.what = NORMS[kind], .op = find_op(NORMS[kind]), .kind = (int)kind, .epsilon = 0.01f};
   Value* in = node.context.inputs;
   const int64_t K = 16 * random_int(1, 40), tokens = random_int(1, 6), rank = random_int(2, 3);
-  const int64_t dims[] = {1, tokens, K};
-  for (int i = 0; i < 1 + one_in(2); i++) {
+  const int64_t dims[] = {1, tokens, K}, weight = kind == ALL_ROWS ? 1 : 2;
+  for (int64_t i = 0; i < (kind == SOME_ROWS ? 1 + one_in(2) : weight); i++) {
     new_value(&in[i], FLOAT, rank, dims + 3 - rank);
     fill_floats(&in[i], powf(10, (float)random_int(-2, 2)));
     node.changed[i] = LAST_AXIS | TYPE | ALIGNMENT | (i ? 0 : PRESENCE);
   }
+  if (kind == ALL_SUMS) node.changed[1] |= PRESENCE;
   if (one_in(6)) ((float*)in[0].data)[random_int(0, tokens * K - 1)] = NAN;
-  new_value(&in[2], FLOAT, 1, &K);
-  fill_floats(&in[2], 1);
-  node.changed[2] = ALL;
-  new_value(&in[ROWS], INT64, 1, (int64_t[]){random_int(0, 9)});
-  for (int64_t i = 0; i < elements_of(&in[ROWS]); i++) ((int64_t*)in[ROWS].data)[i] = random_int(0, tokens - 1);
-  node.changed[ROWS] = TYPE | PRESENCE | ALIGNMENT;
-  node.context.input_count = 4;
+  new_value(&in[weight], FLOAT, 1, &K);
+  fill_floats(&in[weight], 1);
+  node.changed[weight] = ALL;
+  if (kind == SOME_ROWS) {
+    new_value(&in[ROWS], INT64, 1, (int64_t[]){random_int(0, 9)});
+    for (int64_t i = 0; i < elements_of(&in[ROWS]); i++) ((int64_t*)in[ROWS].data)[i] = random_int(0, tokens - 1);
+    node.changed[ROWS] = TYPE | PRESENCE | ALIGNMENT;
+  }
+  node.context.input_count = kind == SOME_ROWS ? 4 : (size_t)weight + 1;
   add_float(&node.info, "epsilon", node.epsilon);
   return node;
 }
 
-static void check_norm_rows(const Node* node) {
-  const Value* in = node->context.inputs;
-  const int64_t K = in[2].dims[0];
-  for (int64_t row = 0; row < elements_of(&in[ROWS]); row++) {
-    const int64_t at = ((int64_t*)in[ROWS].data)[row] * K;
-    const float *x = (float*)in[0].data + at, *residual = in[1].present ? (float*)in[1].data + at : NULL;
+static void check_norm(const Node* node) {
+  const Value *in = node->context.inputs, *out = node->context.outputs, *added = node->kind == ALL_ROWS ? NULL : &in[1];
+  const Value* weight = &in[node->kind == ALL_ROWS ? 1 : 2];
+  const int64_t K = weight->dims[0];
+  const int64_t count = node->kind == SOME_ROWS ? elements_of(&in[ROWS]) : elements_of(&in[0]) / K;
+  for (int64_t row = 0; row < count; row++) {
+    const int64_t at = (node->kind == SOME_ROWS ? ((int64_t*)in[ROWS].data)[row] : row) * K;
+    const float *x = (float*)in[0].data + at, *residual = added && added->present ? (float*)added->data + at : NULL;
     double squares = 0;
     for (int64_t i = 0; i < K; i++) {
       const float sum = residual ? x[i] + residual[i] : x[i];
       squares += (double)sum * sum;
+      if (node->kind == ALL_SUMS && !same_float(((float*)out[1].data)[at + i], sum))
+        fail("ResidualNorm: sum %d of row %d is %g, expected %g", (int)i, (int)row, ((float*)out[1].data)[at + i], sum);
     }
     const double inverse = 1 / sqrt(squares / (double)K + node->epsilon);
     for (int64_t i = 0; i < K; i++) {
       const float sum = residual ? x[i] + residual[i] : x[i];
-      const double expected = sum * inverse * ((float*)in[2].data)[i];
-      const float found = ((float*)node->context.outputs[0].data)[row * K + i];
+      const double expected = sum * inverse * ((float*)weight->data)[i];
+      const float found = ((float*)out[0].data)[row * K + i];
       if (isnan(expected) ? !isnan(found) : !(fabs(found - expected) <= MADE * fabs(expected) + 1e-30))
-        fail("NormRows: channel %d of row %d: %g, expected %g", (int)i, (int)row, found, expected);
+        fail("%s: channel %d of row %d: %g, expected %g", node->what, (int)i, (int)row, found, expected);
     }
   }
 }
@@ -594,10 +608,6 @@ static Node new_conv(void) {
   node.context.input_count = CONV_INPUTS;
   node.context.written = 1 << CONV_STATE;
   return node;
-}
-
-static int same_float(float a, float b) {
-  return a == b || (isnan(a) && isnan(b));
 }
 
 /* The value `back` tokens before token `s` of a sequence: of its own tokens, or of the state before the run. */
@@ -711,7 +721,8 @@ static Node new_choice(void) {
   node.columns = random_int(1, size * node.run);
   node.packed = one_in(2) /* normalized */, node.squash = (int)random_int(OVER_ALL, SIGMOIDS);
   node.epsilon = one_in(2) ? 0.125f : 0, node.limit = one_in(2) ? 0.75f : 0, node.scale = one_in(2) ? 2.5f : 1;
-  new_value(&in[0], FLOAT, 2, (int64_t[]){node.M, node.T});
+  const int64_t rank = random_int(2, 3);
+  new_value(&in[0], FLOAT, rank, (int64_t[]){1, node.M, node.T} + 3 - rank);
   fill_floats(&in[0], 3);
   if (one_in(2)) {
     new_value(&in[1], FLOAT, 1, &node.T);
@@ -1818,11 +1829,16 @@ static Node new_node(int64_t op) {
   if (op < 4) return new_linear(one_in(150) ? 32768 : 0);
   if (op < 8) return op == 4 ? new_gather() : new_attention();
   if (op == 8) return new_quantize();
-  if (op < 11) return op == 9 ? new_norm_rows() : new_conv();
+  if (op < 11) return op == 9 ? new_norm() : new_conv();
   if (op == 11) return new_experts();
   if (op == 12) return new_block_experts();
   if (op < 15) return op == 13 ? new_float_linear() : new_choice();
   return op == 15 ? new_recurrence() : new_gated_norm();
+}
+static int is_norm(const Node* node) {
+  for (size_t i = 0; i < sizeof NORMS / sizeof *NORMS; i++)
+    if (!strcmp(node->what, NORMS[i])) return 1;
+  return 0;
 }
 static void check_node(Node* node) {
   write_results(node);
@@ -1832,8 +1848,8 @@ static void check_node(Node* node) {
     check_gather(node);
   else if (!strcmp(node->what, "QuantizeActivations"))
     check_quantize(node);
-  else if (!strcmp(node->what, "NormRows"))
-    check_norm_rows(node);
+  else if (is_norm(node))
+    check_norm(node);
   else if (!strcmp(node->what, "CausalConv"))
     check_conv(node);
   else if (!strcmp(node->what, "Experts"))

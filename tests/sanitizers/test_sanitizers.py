@@ -255,7 +255,14 @@ DEFECTS = {
     "a residual is not checked": Defect(
         "norm_rows.c", "(residual.present && !holds(&residual, FLOAT, x.elements))", "0", "accepted|overflow"
     ),
-    "the epsilon is left out": Defect("norm_rows.c", "(float)K + w->epsilon", "(float)K", "NormRows.*expected"),
+    "the epsilon is left out": Defect("norm_rows.c", "(float)K + w->epsilon", "(float)K", "Norm.*expected"),
+    "what a norm adds is not in its sum": Defect(
+        "norm_rows.c", "store(w->sum + at + i, sum)", "store(w->sum + at + i, load(x + i))", "ResidualNorm: sum"
+    ),
+    "a sum of one value": Defect("norm_rows.c", "k->kind == RESIDUAL_NORM && !residual.present", "0", "accepted"),
+    "a token of another sequence is left without experts": Defect(
+        "choose_experts.c", "tokens = logits.elements / E", "tokens = logits.dims[0]", "ChooseExperts|overflow|accepted"
+    ),
     "a sequence begins with what its row of the state held": Defect(
         "causal_conv.c", "w->starts[sequence] ? load_some(", "1 ? load_some(", "CausalConv.*expected"
     ),

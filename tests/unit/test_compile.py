@@ -62,6 +62,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "recurrent_conv": 0,
         "native_experts": 0,
         "routers": 0,
+        "token_rows": 0,
         "norms": 2 * LAYERS + 1,
         "silu": LAYERS,
         "logit_positions": 1,
@@ -72,6 +73,7 @@ def test_a_float_bundle_says_what_it_is(graph: Artifact[PortableGraph], tmp_path
         "linear_inputs": 0,
         "gated_norms": LAYERS,  # gates of linears that are not native
         "norm_rows": 0,
+        "native_norms": 0,
         "embedding": 0,
     }
     assert record.operator_counts["CachedAttention"] == LAYERS and record.operator_counts["MatMul"] == 4 * LAYERS + 1

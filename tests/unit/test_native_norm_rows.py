@@ -1,4 +1,6 @@
-"""NormRows, the operator: the RMSNorm of chosen tokens, each the same to the bit whatever else is computed."""
+"""NormRows, Norm and ResidualNorm, the operators: the RMSNorm of tokens, each the same to the bit whatever else is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -91,3 +93,39 @@ def test_inputs_of_another_width_are_an_error(width: int, rest: int, said: str) 
 def test_a_negative_epsilon_is_an_error_when_the_session_starts() -> None:
     with pytest.raises(Exception, match="a negative epsilon"):
         session(random(32), epsilon=-1.0)
+
+
+def all_rows(feeds: dict[str, Matrix], weight: Matrix, *, threads: int = 1) -> list[Array]:
+    """Norm of one value, ResidualNorm of two."""
+    given = [value(name, ["batch", "tokens", "channels"]) for name in feeds]
+    node = ir.node(
+        "ResidualNorm" if len(feeds) > 1 else "Norm",
+        [*given, parameter("norm.weight", weight)],
+        attributes={"epsilon": EPSILON},
+        domain=DOMAIN,
+        num_outputs=len(feeds),
+    )
+    for output in node.outputs:
+        output.type = ir.TensorType(ir.DataType.FLOAT)
+    model = model_of(given, [named(name, output) for name, output in zip(("y", "sum"), node.outputs, strict=False)])
+    model.opset_imports[DOMAIN] = 1
+    options = cpu_options(threads, library(), ["Norm", "ResidualNorm"])
+    return [np.asarray(y) for y in open_session(ir.to_proto(model).SerializeToString(), options).run(None, feeds)]
+
+
+@pytest.mark.parametrize("channels", [16, 576, 2048])
+def test_all_tokens_are_normalized_and_their_sum_is_given(channels: int) -> None:
+    weight, a, b = random(channels, seed=1), random(2, 9, channels, seed=2), random(2, 9, channels, seed=3)
+    (y,) = all_rows({"a": a}, weight)
+    np.testing.assert_allclose(y, normed(a, weight), rtol=2e-6)
+    y, total = all_rows({"a": a, "b": b}, weight, threads=3)
+    np.testing.assert_array_equal(total, a + b)
+    np.testing.assert_allclose(y, normed(total, weight), rtol=2e-6)
+    for token in (0, 8):
+        alone = all_rows({"a": a[1:, token:][:, :1], "b": b[1:, token:][:, :1]}, weight)
+        np.testing.assert_array_equal(alone, [y[1:, token:][:, :1], total[1:, token:][:, :1]])
+
+
+def test_a_residual_of_another_shape_is_an_error() -> None:
+    with pytest.raises(Exception, match="a residual or weight of another shape"):
+        all_rows({"a": random(1, 3, 32), "b": random(1, 2, 32)}, random(32))

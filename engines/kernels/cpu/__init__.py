@@ -65,8 +65,8 @@ LEVELS = (
     Level(
         "x86-64-amx",
         "x86_64",
-        ("avx512f", "avx512bw", "avx512_vnni", "amx_int8"),  # where there is amx_int8, there is amx_tile
-        ("-mcpu=x86_64_v4+avx512vnni+amx_tile+amx_int8", "-mprefer-vector-width=512"),
+        ("avx512f", "avx512bw", "avx512_vnni", "amx_int8"),  # then there are amx_tile and avx512_vbmi, too
+        ("-mcpu=x86_64_v4+avx512vnni+avx512vbmi+amx_tile+amx_int8", "-mprefer-vector-width=512"),
     ),
     Level(
         "x86-64-avx512vnni",

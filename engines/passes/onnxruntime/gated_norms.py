@@ -92,21 +92,29 @@ def _is_between_operators(node: ir.Node) -> bool:
     """Whether all that reads a product or sum is native, or a norm. ONNX Runtime makes GELU, say, of others."""
     y = node.outputs[0]
     if y.is_graph_output():
-        return any(value is not None and _is_native(value.producer()) for value in node.inputs)
-    readers = list(_readers(y))
-    return bool(readers) and all(_is_native(reader) or reader.op_type in NORMS for reader in readers)
+        return any(value is not None and is_native(value.producer()) for value in node.inputs)
+    readers = list(readers_of(y))
+    return bool(readers) and all(
+        is_native(reader) or reader.op_type in NORMS or (node.op_type == "Add" and _is_scale(reader))
+        for reader in readers
+    )
 
 
-def _readers(value: ir.Value) -> Iterator[ir.Node]:
+def _is_scale(node: ir.Node) -> bool:
+    """Whether it is a product that becomes a Scale after the sums."""
+    return node.op_type == "Mul" and _is_scaled(node) and not isinstance(_scaled(node), str)
+
+
+def readers_of(value: ir.Value) -> Iterator[ir.Node]:
     """What reads a value, also by other shapes of it."""
     for use in value.uses():
         if use.node.op_type == "Reshape" and not use.node.outputs[0].is_graph_output():
-            yield from _readers(use.node.outputs[0])
+            yield from readers_of(use.node.outputs[0])
         else:
             yield use.node
 
 
-def _is_native(node: ir.Node | None) -> bool:
+def is_native(node: ir.Node | None) -> bool:
     return node is not None and node.domain == DOMAIN
 
 

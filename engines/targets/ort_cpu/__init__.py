@@ -81,6 +81,7 @@ class OrtCpu(GraphTarget):
             linear_kernels,
             linear_parts,
             native_experts,
+            native_norms,
             norm_rows,
             norms,
             recurrences,
@@ -88,6 +89,7 @@ class OrtCpu(GraphTarget):
             routers,
             silu,
             static_int8_linears,
+            token_rows,
         )
 
         kernels: tuple[Pass, ...] = (static_int8_linears, block_linears, linear_kernels)
@@ -106,6 +108,7 @@ class OrtCpu(GraphTarget):
                 recurrent_conv,
                 native_experts,
                 routers,
+                token_rows,
                 norms,
                 logit_positions,
                 *kernels,
@@ -113,6 +116,7 @@ class OrtCpu(GraphTarget):
                 linear_inputs,
                 gated_norms,
                 norm_rows,
+                native_norms,
                 embedding,
             ),
             attention=(cached_attention,),

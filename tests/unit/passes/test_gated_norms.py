@@ -128,3 +128,12 @@ def test_a_gate_of_another_shape_stays() -> None:
     declined, found = lowered(model_of([x, gate], [y]), given)
     assert declined == ("Mul y: its gate has another shape than what it multiplies",)
     assert found == ["Sigmoid", "Mul"]
+
+
+def test_a_sum_that_is_scaled_before_a_norm_is_two_operators() -> None:
+    """As granite adds a shared expert to the others."""
+    x, gate = value("x", SHAPE), value("gate", SHAPE)
+    scaled = op("Mul", [op("Add", [x, gate], SHAPE), parameter("factor", WEIGHT[:1])], SHAPE)
+    normed = op("RMSNormalization", [scaled, parameter("layer.norm.weight", WEIGHT)], SHAPE, axis=-1, epsilon=1e-3)
+    found = lowered(model_of([x, gate], [named("y", normed)]))
+    assert found == ((), ["Scale", "Scale", "SimplifiedLayerNormalization"])

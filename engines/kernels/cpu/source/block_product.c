@@ -62,9 +62,8 @@ INLINE I32x16 codes_at(const uint8_t* tile, int64_t s, const int bits, const int
   if (bits == 8) return load_codes(tile + 64 * s, half);
   const I32x16 nibble = splat_int(0x0f0f0f0f);
   if (bits == 4) {
-    I32x16 both = load_codes(tile + 64 * (s / 2), half);
-    const I32x16 codes = (s % 2 ? both >> 4 : both) & nibble;
-    return e2m1 ? look_up((U8x16)load_int8(E2M1_CODES), codes) : codes;
+    const I32x16 both = load_codes(tile + 64 * (s / 2), half), codes = s % 2 ? both >> 4 : both;
+    return e2m1 ? look_up((U8x16)load_int8(E2M1_CODES), codes) : codes & nibble;
   }
   if (bits == 5) {
     /* Of eight steps, 256 bytes hold the low four bits and 64 the high one. */

@@ -1,6 +1,6 @@
 /* ChooseExperts: the experts of each token and their weights, from a router's logits.
 
-     logits [M, E] float, bias [E] float or none; k: `chosen`
+     logits [.., M, E] float, bias [E] float or none; k: `chosen`
      index [M, k] int64: of the largest scores + bias, from the largest on, the first of equals first. Scores are the
        softmax of the logits (`scores` 0), the logits (1), or their sigmoids (2). Of `groups` of neighbouring experts, where
        there are several, only those `kept` are chosen from whose `best` largest sum to most
@@ -126,16 +126,16 @@ static Status* compute(void* self, Context* context) {
   Tensor logits, bias;
   TRY(input(api, context, 0, NULL, &logits));
   TRY(input(api, context, 1, &k->bias, &bias));
-  if (!logits.present || logits.type != FLOAT || logits.rank != 2 || logits.dims[1] < k->chosen ||
-      logits.dims[1] > LARGEST_E)
+  const int64_t E = logits.present && logits.rank ? logits.dims[logits.rank - 1] : 0;
+  if (logits.type != FLOAT || E < k->chosen || E > LARGEST_E)
     return failure(api, ERROR_ARGUMENT,
-                   "ChooseExperts: logits are not [M, E] float with as many experts as are chosen");
-  Work w = {.k = k, .E = logits.dims[1], .logits = logits.data, .bias = bias.data};
+                   "ChooseExperts: logits are not [.., M, E] float with as many experts as are chosen");
+  Work w = {.k = k, .E = E, .logits = logits.data, .bias = bias.data};
   if (bias.present && !holds(&bias, FLOAT, w.E))
     return failure(api, ERROR_ARGUMENT, "ChooseExperts: the bias is not [E] float");
   if (w.E % k->groups || w.E / k->groups < k->best)
     return failure(api, ERROR_ARGUMENT, "ChooseExperts: groups of too few experts, or of different sizes");
-  const int64_t tokens = logits.dims[0], dims[] = {tokens, k->chosen};
+  const int64_t tokens = logits.elements / E, dims[] = {tokens, k->chosen};
   TRY(output(api, context, 0, dims, 2, &w.index));
   TRY(output(api, context, 1, dims, 2, &w.weight));
   if (tokens * w.E < PARALLEL_LOGITS)

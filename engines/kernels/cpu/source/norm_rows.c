@@ -1,7 +1,10 @@
-/* NormRows: RMSNorm of the tokens whose logits are wanted, with the residual sum before it.
+/* Norm, ResidualNorm: RMSNorm of every token, ResidualNorm of a sum, which it gives as well. NormRows: of the tokens whose
+   logits are wanted, with the residual sum before it.
 
-     x [.., K] float, residual as x or none, weight [K] float, rows [P] int64: tokens, counted over all other axes
-     y [P, K] float: of each row, (x + residual) / sqrt(mean square + epsilon) * weight */
+     x [.., K] float, residual as x (of NormRows or none), weight [K] float, rows [P] int64: tokens, counted over all other
+       axes
+     y as x, or [P, K] float: of each row, (x + residual) / sqrt(mean square + epsilon) * weight
+     sum as x: x + residual */
 #include "ort.h"
 #include "vector.h"
 
@@ -9,9 +12,11 @@
 #include <stdlib.h>
 
 enum { MAX_RANK = 8 };
+typedef enum { NORM_ROWS, NORM, RESIDUAL_NORM } Kind; /* as engines/kernels/operators.py declares them */
 
 typedef struct {
   Base base;
+  Kind kind;
   float epsilon;
   Tensor weight; /* where it is constant */
 } Kernel;
@@ -20,19 +25,20 @@ typedef struct {
   int64_t K;
   float epsilon;
   const float *x, *residual, *weight;
-  const int64_t* rows;
-  float* y;
+  const int64_t* rows; /* NULL: all, in their order */
+  float *y, *sum;      /* sum: NULL where it is not asked for */
 } Work;
 
 static void norm_row(void* state, size_t number) {
   const Work* w = state;
-  const int64_t K = w->K, at = w->rows[number] * K;
+  const int64_t K = w->K, at = (w->rows ? w->rows[number] : (int64_t)number) * K;
   const float *x = w->x + at, *residual = w->residual ? w->residual + at : NULL;
   float* y = w->y + (int64_t)number * K;
   F32x16 squares = {0};
   for (int64_t i = 0; i < K; i += LANES) {
     const F32x16 sum = residual ? load(x + i) + load(residual + i) : load(x + i);
     store(y + i, sum);
+    if (w->sum) store(w->sum + at + i, sum);
     squares = vfma(sum, sum, squares);
   }
   const F32x16 inverse = splat(1.0f / sqrtf(reduce_add(squares) / (float)K + w->epsilon));
@@ -42,30 +48,39 @@ static void norm_row(void* state, size_t number) {
 static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
   Api api = k->base.api;
-  Tensor x, residual, weight, rows;
+  Tensor x, residual = {0}, weight, rows = {0};
   TRY(input(api, context, 0, NULL, &x));
-  TRY(input(api, context, 1, NULL, &residual));
-  TRY(input(api, context, 2, &k->weight, &weight));
-  TRY(input(api, context, 3, NULL, &rows));
+  if (k->kind != NORM) TRY(input(api, context, 1, NULL, &residual));
+  TRY(input(api, context, k->kind == NORM ? 1 : 2, &k->weight, &weight));
+  if (k->kind == NORM_ROWS) TRY(input(api, context, 3, NULL, &rows));
   if (!x.present || x.type != FLOAT || !x.rank || x.rank > MAX_RANK || x.dims[x.rank - 1] % LANES)
     return failure(api, ERROR_ARGUMENT, "NormRows: the input is not float or its channels are no multiple of 16");
   const int64_t K = x.dims[x.rank - 1], tokens = K ? x.elements / K : 0;
   if (!holds(&weight, FLOAT, K) || (residual.present && !holds(&residual, FLOAT, x.elements)))
     return failure(api, ERROR_ARGUMENT, "NormRows: a residual or weight of another shape or type");
-  if (!rows.present || rows.type != INT64 || rows.rank != 1)
-    return failure(api, ERROR_ARGUMENT, "NormRows: rows are not int64 of one axis");
-  Work w = {K, k->epsilon, x.data, residual.data, weight.data, rows.data, NULL};
-  for (int64_t i = 0; i < rows.elements; i++)
-    if (w.rows[i] < 0 || w.rows[i] >= tokens)
-      return failure(api, ERROR_ARGUMENT, "NormRows: a row is outside the input");
-  TRY(output(api, context, 0, (int64_t[]){rows.elements, K}, 2, &w.y));
-  return rows.elements ? parallel(api, context, k->base.threads, norm_row, rows.elements, &w, NULL) : NULL;
+  if (k->kind == RESIDUAL_NORM && !residual.present)
+    return failure(api, ERROR_ARGUMENT, "ResidualNorm: there is nothing to add");
+  Work w = {.K = K, .epsilon = k->epsilon, .x = x.data, .residual = residual.data, .weight = weight.data};
+  int64_t count = tokens;
+  if (k->kind == NORM_ROWS) {
+    if (!rows.present || rows.type != INT64 || rows.rank != 1)
+      return failure(api, ERROR_ARGUMENT, "NormRows: rows are not int64 of one axis");
+    w.rows = rows.data, count = rows.elements;
+    for (int64_t i = 0; i < count; i++)
+      if (w.rows[i] < 0 || w.rows[i] >= tokens)
+        return failure(api, ERROR_ARGUMENT, "NormRows: a row is outside the input");
+    TRY(output(api, context, 0, (int64_t[]){count, K}, 2, &w.y));
+  } else
+    TRY(output(api, context, 0, x.dims, x.rank, &w.y));
+  if (k->kind == RESIDUAL_NORM) TRY(output(api, context, 1, x.dims, x.rank, &w.sum));
+  return count ? parallel(api, context, k->base.threads, norm_row, (size_t)count, &w, NULL) : NULL;
 }
 
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
-  Kernel found = {.base = {api, threads_of(op)}, .epsilon = optional_float(api, info, "epsilon", 1e-5f)};
+  Kernel found = {.base = {api, threads_of(op)}, .kind = (Kind)declaration_of(op)->variant};
+  found.epsilon = optional_float(api, info, "epsilon", 1e-5f);
   if (!(found.epsilon >= 0)) return failure(api, ERROR_ARGUMENT, "NormRows: a negative epsilon");
-  TRY(constant_input(api, info, 2, &found.weight));
+  TRY(constant_input(api, info, found.kind == NORM ? 1 : 2, &found.weight));
   return keep_kernel(&found, sizeof found, self);
 }
 

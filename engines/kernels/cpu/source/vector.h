@@ -200,9 +200,14 @@ INLINE F32x16 vscalef(F32x16 y, F32x16 x) {
   return _mm512_scalef_ps(y, x);
 }
 
-/* Bytes from 0 to 15 become those of a table. */
+/* The low four bits of bytes become the bytes of a table. */
 INLINE I32x16 look_up(U8x16 table, I32x16 bytes) {
-  return (I32x16)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)bytes);
+  const __m512i four_times = _mm512_broadcast_i32x4((__m128i)table);
+#ifdef __AVX512VBMI__ /* looks up six bits in all 64 bytes; a shuffle gives 0 where the eighth is set */
+  return (I32x16)_mm512_permutexvar_epi8((__m512i)bytes, four_times);
+#else
+  return (I32x16)_mm512_shuffle_epi8(four_times, (__m512i)(bytes & splat_int(0x0f0f0f0f)));
+#endif
 }
 
 /* sum + the dot product of four unsigned and four signed bytes, in each lane. */
@@ -346,6 +351,7 @@ INLINE F32x16 load_half(const void* from) {
 }
 INLINE I32x16 look_up(U8x16 table, I32x16 bytes) {
   const __m256i both = _mm256_broadcastsi128_si256((__m128i)table);
+  bytes &= splat_int(0x0f0f0f0f);
   return BOTH((SquareRow)_mm256_shuffle_epi8(both, (__m256i)LOW(bytes)),
               (SquareRow)_mm256_shuffle_epi8(both, (__m256i)HIGH(bytes)));
 }

@@ -70,6 +70,7 @@ INLINE F32x16 load_half(const void* from) {
 }
 
 INLINE I32x16 look_up(U8x16 table, I32x16 bytes) {
+  bytes &= splat_int(0x0f0f0f0f);
 #define LOOK_UP(i) (int32x4_t) vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)QUARTER(bytes, i))
   return (I32x16)EACH_QUARTER(LOOK_UP);
 }
