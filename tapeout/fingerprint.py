@@ -34,7 +34,7 @@ class Fingerprint(Frozen):
 # and our own (engines/kernels/cpu). More features make no difference, so a bundle opens where there are more.
 FEATURES = (
     *("avx", "avx2", "fma", "f16c", "avx_vnni", "avx_vnni_int8", "avx_ne_convert"),
-    *("avx512f", "avx512bw", "avx512_vnni", "amx_int8"),
+    *("avx512f", "avx512bw", "avx512vbmi", "avx512_vnni", "amx_int8"),
     *("asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "svei8mm", "svebf16", "sme", "sme2"),
 )
 AMX = "amx_int8"

@@ -65,7 +65,7 @@ LEVELS = (
     Level(
         "x86-64-amx",
         "x86_64",
-        ("avx512f", "avx512bw", "avx512_vnni", "amx_int8"),  # then there are amx_tile and avx512_vbmi, too
+        ("avx512f", "avx512bw", "avx512vbmi", "avx512_vnni", "amx_int8"),  # then there is amx_tile, too
         ("-mcpu=x86_64_v4+avx512vnni+avx512vbmi+amx_tile+amx_int8", "-mprefer-vector-width=512"),
     ),
     Level(
