@@ -155,7 +155,7 @@ def planted_engine(folder: Path, library: Path, before: str, after: str) -> Path
     flags = (*compiler.HOST_FLAGS, "-O1", "-shared", "-fPIC", "-fvisibility=hidden", *compiler.host_target_flags())
     command = [sys.executable, "-m", compiler.compiler.COMPILER, "cc", *flags, "-o", str(made), "engine.cpp"]
     done = subprocess.run(
-        [*command, "-x", "none", str(library.resolve()), *compiler.LINKED],
+        [*command, "-x", "none", str(library.resolve()), *compiler.compiler.LINKED, *compiler.LINKED],
         cwd=source,
         capture_output=True,
         text=True,

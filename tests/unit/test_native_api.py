@@ -185,9 +185,9 @@ def library(*moved: str) -> Path:
         header = header.replace(f"  {name} = {place},", f"  {name} = {place + 1},")
     sources = {path.name: path.read_text() for path in sorted(compiler.SOURCE.iterdir())}
     sources |= {"ort.h": header, declarations.FILE: declarations.text()}
-    flags = [
-        flag for flag in (*compiler.FLAGS, *compiler.target_flags(least_level())) if flag not in ("-O3", "-shared")
-    ]
+    # Quickly compiled: without optimizations and checks, and functions of vectors are called.
+    flags = [*("-std=c11", "-O0", "-fPIC", "-fvisibility=hidden", "-fno-sanitize=undefined", "-Dalways_inline=unused")]
+    flags += compiler.target_flags(least_level())
 
     def run(folder: Path, *arguments: str) -> None:
         environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(compiler.cache() / "compiler")}
@@ -205,7 +205,7 @@ def library(*moved: str) -> Path:
             objects = [f"{file}.o" for file in others]
             for file, to in zip(others, objects, strict=True):
                 run(folder, "-c", file, "-o", to)
-        run(folder, "-shared", *USERS, *objects, "-o", "library.so")
+        run(folder, "-shared", *compiler.LINKED, *USERS, *objects, "-o", "library.so")
 
     key = repr((metadata.version(compiler.COMPILER), flags, sources))
     return kept(f"moved-{'-'.join(moved) or 'none'}".lower(), key, write) / "library.so"

@@ -34,7 +34,7 @@ HOST_FLAGS = (
     *("-x", "c++", "-std=c++17", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # of loops that NVRTC unrolls
 )
-OPTIMIZED = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-s")
+OPTIMIZED = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-s", *compiler.LINKED)
 LINKED = ("-ldl",)  # of the driver's library, which is opened by name
 
 
