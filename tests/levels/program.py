@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from engines.kernels.cpu import Level, compiler
-from tests.sanitizers.build import HOST
+from tests.sanitizers import build
 
 # Processors of qemu with what a level needs; -cpu max has all that qemu knows.
 PROCESSORS = {"aarch64-i8mm": "max", "aarch64-dotprod": "neoverse-n1", "x86-64-avx2": "max"}
@@ -21,20 +19,14 @@ WIDE = ("x86-64-amx", "x86-64-avx512vnni")  # their attention over codes rounds 
 LIBRARIES = {"aarch64": "libc6-arm64-cross", "x86_64": "libc6-amd64-cross"}
 
 
-def build(level: Level, folder: Path) -> Path:
-    """The host, linked to the library that bundles get."""
+def linked(level: Level, folder: Path, kernels: Path | None = None) -> Path:
+    """The host, linked to the library that bundles get, or to another."""
     program = folder / f"{level.name}.program"
-    flags = ("-std=c11", "-O1", "-target", f"{level.machine}-linux-gnu.2.28", f"-I{compiler.SOURCE}")
-    wrapped = "-D__real_aligned_alloc=aligned_alloc"  # no allocation fails: those of a library are its own
-    digits = f"-DIN_DIGITS={int(level.name in WIDE)}"
-    command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags, wrapped, digits, *map(str, HOST)]
-    done = subprocess.run(
-        [*command, str(compiler.library(level)), "-lm", "-lpthread", "-o", str(program)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(compiler.cache() / "compiler")},
+    host = [str(path) for path in build.compile_host(level, build.NONE).values()]
+    target = ("-target", f"{level.machine}-linux-gnu.2.28", "-fno-sanitize=undefined", *compiler.LINKED)
+    build.run(
+        [*build.CC, *target, *host, str(kernels or compiler.library(level)), "-lm", "-lpthread", "-o", str(program)]
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     return program
 
 

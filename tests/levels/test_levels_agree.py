@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from engines.kernels.cpu import LEVELS, Level, compiler, find_level
 from tests.levels import program
-from tests.native import own_cache
+from tests.sanitizers import build
 
 SEED = int(os.environ.get("TAPEOUT_FUZZ_SEED", "1"))
 CASES = int(os.environ.get("TAPEOUT_LEVEL_CASES", "500"))
@@ -53,7 +52,7 @@ class Result:
 def run(level: Level, folder: Path, cases: int = CASES) -> list[Result]:
     """The results of random cases. The host itself compares them with its reference."""
     runner, file = program.runner(level), folder / f"{level.name}.results"
-    command = [*runner, program.build(level, folder), str(SEED), str(cases), "all", file]
+    command = [*runner, program.linked(level, folder), str(SEED), str(cases), "all", file]
     done = subprocess.run(command, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return read(file)
@@ -124,17 +123,19 @@ def test_attention_in_tiles_gives_the_bits_of_avx512(wide: list[Result], tmp_pat
 def test_a_processor_below_a_level_cannot_run_it(level: Level, processor: str, tmp_path: Path) -> None:
     """So the level is compiled for more than the one below it, and the check of features is needed."""
     emulator = program.emulator(level, processor)
-    done = subprocess.run([*emulator, program.build(level, tmp_path), str(SEED), "40"], capture_output=True)
+    done = subprocess.run([*emulator, program.linked(level, tmp_path), str(SEED), "40"], capture_output=True)
     assert done.returncode == -signal.SIGILL
 
 
-# Changes that only some levels see: level, file, text, other text, and what the host or the comparison then says.
+# Changes that only some levels see: level, file, text, other text, the file that shows it, and what the host or the
+# comparison then says.
 DEFECTS = {
     "the upper half of a tile has the codes of the lower": (
         REFERENCE,
         "block_product.c",
         "codes_at(steps + 32 * half,",
         "codes_at(steps,",
+        "block_product.c",
         "(BlockExperts|Linear): .*bits.*expected",
     ),
     "a wrong sign offset": (
@@ -142,6 +143,7 @@ DEFECTS = {
         "vector.h",
         "codes ^= splat_int((int32_t)0x80808080)",
         "codes ^= splat_int(0x00808080)",
+        "block_product.c",
         "(bits 8|8 bits).*expected",
     ),
     "lanes are added in another order": (
@@ -149,6 +151,7 @@ DEFECTS = {
         "vector_neon.h",
         "(four[0] + four[2]) + (four[1] + four[3])",
         "(four[0] + four[1]) + (four[2] + four[3])",
+        "norm_rows.c",
         "float32: element",
     ),
     "large floats become other integers": (
@@ -156,6 +159,7 @@ DEFECTS = {
         "vector_neon.h",
         "& ~inside)",
         "& ~inside & 1)",
+        "quantize_activations.c",
         "(int8|int32|float32): element",
     ),
 }
@@ -163,12 +167,19 @@ DEFECTS = {
 
 @pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
 def test_a_planted_defect_is_found(
-    defect: tuple[Level, str, str, str, str], reference: list[Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    defect: tuple[Level, str, str, str, str, str], reference: list[Result], tmp_path: Path
 ) -> None:
-    level, name, before, after, expected = defect
-    plant(level, name, before, after, tmp_path, monkeypatch)
-    found = findings(level, reference, tmp_path)
+    level, name, before, after, compiled, expected = defect
+    program.runner(level)
+    found = findings(level, build.plant(tmp_path, name, (before, after)), compiled, reference, tmp_path)
     assert re.search(expected, found), found
+
+
+@pytest.mark.parametrize("level", [REFERENCE, DOTPROD], ids=lambda level: level.name)
+def test_nothing_is_found_where_nothing_is_planted(level: Level, reference: list[Result], tmp_path: Path) -> None:
+    """Kernels without optimizations, into which defects are planted, give the bits of those of bundles."""
+    program.runner(level)
+    assert findings(level, compiler.SOURCE, "block_product.c", reference, tmp_path) == ""
 
 
 # Of cached_attention.c: text, other text, and what the host or the comparison with AVX-512 then says.
@@ -203,31 +214,29 @@ TILED_DEFECTS = {
 
 @pytest.mark.parametrize("defect", TILED_DEFECTS.values(), ids=TILED_DEFECTS)
 def test_a_planted_defect_of_attention_in_tiles_is_found(
-    defect: tuple[str, str, str], wide: list[Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    defect: tuple[str, str, str], wide: list[Result], tmp_path: Path
 ) -> None:
     before, after, expected = defect
-    plant(TILED, "cached_attention.c", before, after, tmp_path, monkeypatch)
-    found = findings(TILED, wide, tmp_path)
+    source = build.plant(tmp_path, "cached_attention.c", (before, after))
+    found = findings(TILED, source, "cached_attention.c", wide, tmp_path)
     assert re.search(expected, found), found
 
 
-def plant(level: Level, name: str, before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text of one source is another. Where this machine has no ``level``, the test is skipped."""
-    program.runner(level)
-    source = tmp_path / "source"
-    shutil.copytree(compiler.SOURCE, source)
-    text = (source / name).read_text()
-    assert text.count(before) == 1
-    (source / name).write_text(text.replace(before, after))
-    own_cache(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr(compiler, "SOURCE", source)
-    monkeypatch.setattr(compiler, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in compiler.FLAGS))
+def test_nothing_is_found_in_tiles_where_nothing_is_planted(wide: list[Result], tmp_path: Path) -> None:
+    assert findings(TILED, compiler.SOURCE, "cached_attention.c", wide, tmp_path) == ""
 
 
-def findings(level: Level, wanted: list[Result], tmp_path: Path) -> str:
+def findings(level: Level, source: Path, changed: str, wanted: list[Result], folder: Path) -> str:
     """What the host says of the first cases, or else how they differ from those that are wanted."""
-    file = tmp_path / "results"
-    command = [*program.runner(level), program.build(level, tmp_path), str(SEED), str(PLANTED_CASES), "all", file]
+    file, kernels = folder / "results", build.library(level, source, changed, folder / "kernels.so")
+    command = [
+        *program.runner(level),
+        program.linked(level, folder, kernels),
+        str(SEED),
+        str(PLANTED_CASES),
+        "all",
+        file,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     first = [one for one in wanted if one.case < PLANTED_CASES]
     return done.stderr if done.returncode else difference(read(file), first)

@@ -4,9 +4,7 @@
 #ifndef TAPEOUT_CHECKED_INTRINSICS_H
 #define TAPEOUT_CHECKED_INTRINSICS_H
 
-#define _GNU_SOURCE /* as a file that includes this first may need it */
-#include <immintrin.h>
-#include <string.h>
+#include "intrinsics.h"
 
 static inline void checked_prefetch(const void* at) {
   (void)*(const volatile char*)at;

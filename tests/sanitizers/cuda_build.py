@@ -11,7 +11,8 @@ from engines.kernels.cuda import compiler
 from tests.kept import kept
 from tests.sanitizers.build import MEMORY, run
 
-FLAGS = (*compiler.HOST_FLAGS, "-g", "-O0", "-fPIC")  # kernels are large: optimizing their checks takes minutes
+# Kernels are large: optimizing their checks takes minutes, and so does checking each call of a small function anew.
+FLAGS = (*compiler.HOST_FLAGS, "-gline-tables-only", "-O0", "-Dalways_inline=unused", "-fPIC")
 PLAIN = ("-fno-sanitize=undefined",)
 
 

@@ -20,13 +20,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifndef IN_DIGITS /* else whoever links a library of another level than the host's says it */
-#ifdef __AVX512VNNI__
-#define IN_DIGITS 1
-#else
-#define IN_DIGITS 0
-#endif
-#endif
 static const double ROUNDING = 1.0 / (1 << 24); /* relative error of a float32 operation */
 static const double MADE = 3e-6;                /* of activations that a kernel computes itself */
 
@@ -1469,7 +1462,7 @@ static void check_attention(Node* node) {
   const int64_t stride = node->heads * node->period + (node->packed ? node->kv_heads * (D + E) : 0);
   /* With AVX-512 queries and weights have 16 bits where the cache has codes: a score of 80 channels moves by up to 7e-4, and
      the weights of a tile by up to 5e-4 together. */
-  const double limit = node->bits < 32 && IN_DIGITS ? 1e-3 : 2e-5;
+  const double limit = node->bits < 32 && in_digits ? 1e-3 : 2e-5;
   check_cache(node);
   const int64_t step = node->heads > 30 ? 13 : 1;
   for (int64_t b = 0; b < node->B; b++)
@@ -1888,12 +1881,8 @@ static int is_linear(const Node* node) {
 
 /* Whether vectors compute what tiles of AMX have no memory for. */
 static int does_without_tiles(const Node* node) {
-#ifdef __AMX_INT8__
   const int64_t rows = strcmp(node->what, "BlockExperts") ? node->M : node->M * node->columns;
-  return rows >= 24 && (is_linear(node) || !strcmp(node->what, "BlockExperts"));
-#else
-  return (void)node, 0;
-#endif
+  return in_tiles && rows >= 24 && (is_linear(node) || !strcmp(node->what, "BlockExperts"));
 }
 
 static void run_case(int64_t counts[4]) {

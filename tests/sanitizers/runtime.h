@@ -35,6 +35,9 @@ struct Context {
   Value inputs[MOST_INPUTS], outputs[MOST_OUTPUTS];
 };
 
+/* Of the level of the kernels: attention over codes rounds queries and weights to 16 bits; linears are computed by tiles. */
+extern const int in_digits, in_tiles;
+
 /* What the next calls do. */
 extern int64_t fail_call;               /* the API call that fails, counted down; negative: none */
 extern const char* failed_name;         /* of the attribute that the failing call was for, if any */

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from tapeout.quantized import QuantizedWeight
 from tapeout.schemes import Scheme
 from tests import native
 from tests.random_linears import MXFP4, random_linear
+from tests.sanitizers import build
 from tests.unit import test_native_block_experts as block_experts
 
 TILES, VECTORS = find_level("x86-64-amx"), find_level("x86-64-avx512vnni")
@@ -165,22 +165,22 @@ DEFECTS = {
 @needs_tiles
 @pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
 def test_a_planted_defect_is_found(
-    defect: tuple[Callable[[], QuantizedWeight], tuple[tuple[str, str], ...]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    defect: tuple[Callable[[], QuantizedWeight], tuple[tuple[str, str], ...]], tmp_path: Path
 ) -> None:
     linear, changes = defect
-    source = tmp_path / "source"
-    shutil.copytree(compiler.SOURCE, source)
-    text = (source / "block_product.c").read_text()
-    for before, after in changes:
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
-    (source / "block_product.c").write_text(text)
-    wanted = computed(compiler.library(VECTORS), linear())
-    native.own_cache(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr(compiler, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in compiler.FLAGS))
-    assert not same(computed(compiler.library(TILES, source), linear()), wanted)
+    assert not agree(linear(), build.plant(tmp_path, "block_product.c", *changes), tmp_path)
+
+
+@needs_tiles
+def test_nothing_is_found_where_nothing_is_planted(tmp_path: Path) -> None:
+    for linear in {linear for linear, _ in DEFECTS.values()}:
+        assert agree(linear(), compiler.SOURCE, tmp_path)
+
+
+def agree(linear: QuantizedWeight, source: Path, folder: Path) -> bool:
+    """Whether tiles, of a library without optimizations, give the bits of vectors."""
+    tiles = build.library(TILES, source, "block_product.c", folder / "kernels.so")
+    return same(computed(tiles, linear), computed(compiler.library(VECTORS), linear))
 
 
 # A process whose main thread has an alternate signal stack of 4 KB, which cannot save tiles.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.kernels import cpu as native
-from engines.kernels.cpu import compiler
 from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.kernels.operators import DOMAIN
 from engines.passes.onnxruntime import block_linears
@@ -29,6 +27,7 @@ from tapeout.schemes import Scheme
 from tests.lowering import model_of, named, parameter, value
 from tests.native import Array, gather_session, linear_session
 from tests.random_linears import random_linear
+from tests.sanitizers import build
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 WIDTH = 64
@@ -267,12 +266,8 @@ def test_a_prompt_takes_a_tenth_of_the_weights_at_most(tmp_path: Path) -> None:
 
 
 def test_steps_that_keep_memory_of_their_own_are_found(tmp_path: Path) -> None:
-    source, best = tmp_path / "source", native.level()
-    shutil.copytree(compiler.SOURCE, source)
-    text, shared = (source / "provider.c").read_text(), "c->step.workspaces = &p->workspaces;"
-    assert text.count(shared) == 1 and best
-    (source / "provider.c").write_text(text.replace(shared, "c->step.workspaces = calloc(1, sizeof p->workspaces);"))
-    planted = compiler.library(best, source)
+    shared, own = "c->step.workspaces = &p->workspaces;", "c->step.workspaces = calloc(1, sizeof p->workspaces);"
+    planted = with_defect(tmp_path, (shared, own))
     assert memory_of("prompt", with_layers(), tmp_path, planted) > least_weights() // 2
 
 
@@ -338,9 +333,19 @@ def _status(name: str) -> int:
 
 
 def test_a_value_that_is_given_away_before_its_last_reader_is_found(tmp_path: Path) -> None:
-    source, best, x = tmp_path / "source", native.level(), tokens(300)
-    shutil.copytree(compiler.SOURCE, source)
-    text, reads = (source / "provider.c").read_text(), "if (part->inputs[j] != NONE) last[part->inputs[j]] = (int)i;"
-    assert text.count(reads) == 1 and best
-    (source / "provider.c").write_text(text.replace(reads, "(void)0;"))
-    assert not same(session(compiler.library(best, source)).run(OUTPUTS, {"x": x}), node_by_node(x))
+    x, reads = tokens(300), "if (part->inputs[j] != NONE) last[part->inputs[j]] = (int)i;"
+    planted = with_defect(tmp_path, (reads, "(void)0;"))
+    assert not same(session(planted).run(OUTPUTS, {"x": x}), node_by_node(x))
+
+
+def with_defect(folder: Path, *changes: tuple[str, str]) -> Path:
+    """A library whose provider has another text, quickly compiled."""
+    best = native.level()
+    assert best
+    return build.library(best, build.plant(folder, "provider.c", *changes), "provider.c", folder / "kernels.so")
+
+
+def test_without_optimizations_nothing_is_found(tmp_path: Path) -> None:
+    planted, x = with_defect(tmp_path), tokens(300)
+    assert same(session(planted).run(OUTPUTS, {"x": x}), node_by_node(x))
+    assert memory_of("prompt", with_layers(), tmp_path, planted) < least_weights() // 10
