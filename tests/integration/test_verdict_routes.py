@@ -84,12 +84,12 @@ def argo(server: Served, name: str, version: str) -> str:
         return re.sub(r"\{\{args\.([\w-]+)\}\}", lambda found: arguments[found[1]], text)
 
     (metric,) = template["spec"]["metrics"]
-    web = metric["provider"]["web"]
-    headers = {header["key"]: filled(header["value"]) for header in web["headers"]}
-    answer = web.get(filled(web["url"]), headers=headers, timeout=web["timeoutSeconds"])
+    told = metric["provider"]["web"]
+    headers = {header["key"]: filled(header["value"]) for header in told["headers"]}
+    answer = web.get(filled(told["url"]), headers=headers, timeout=told["timeoutSeconds"])
     if not answer.is_success:
         return "Error"
-    (match,) = jsonpath_ng.parse(web["jsonPath"].strip("{}")).find(answer.json())
+    (match,) = jsonpath_ng.parse(told["jsonPath"].strip("{}")).find(answer.json())
     # Comparisons of strings are the same in Argo's expression language and in Python.
     holds = {name: eval(metric[name], {"__builtins__": {}}, {"result": match.value})
              for name in ("successCondition", "failureCondition")}  # fmt: skip
