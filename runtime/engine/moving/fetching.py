@@ -63,7 +63,7 @@ class Fetch:
         self.failure = ""
 
 
-class _Wanted(NamedTuple):
+class _Asked(NamedTuple):
     """A block that was asked for. ``at``: of its place, see :meth:`PeerLink._fetch`."""
 
     fetch: Fetch
@@ -197,7 +197,7 @@ class PeerLink:
         Blocks are asked for in groups. Each has a place of its own until it was taken in. Places are counted on, and
         begin again from the first one where a group would not fit behind the last one.
         """
-        shared, wanted, asked, at = self._memory(), deque[_Wanted](), 0, 0
+        shared, wanted, asked, at = self._memory(), deque[_Asked](), 0, 0
         asking.since = monotonic()
         while True:
             while True:
@@ -213,7 +213,7 @@ class PeerLink:
                 if wanted and at + len(part) > wanted[0].at + self._places:
                     break
                 self._send(FetchState("paged", b"".join(part), shared, at % self._places))
-                wanted.extend(_Wanted(asking, key, at + number) for number, key in enumerate(part))
+                wanted.extend(_Asked(asking, key, at + number) for number, key in enumerate(part))
                 asked, at = asked + len(part), at + len(part)
             while self._begun and not (wanted and wanted[0].fetch is self._begun[0]):
                 self._end_first()
