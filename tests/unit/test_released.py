@@ -16,7 +16,7 @@ from runtime.fleet.released import forget_release, released, with_plan_beside
 from runtime.fleet.runner import EngineRunner
 from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan_places import find_plans
-from runtime.gateway.fleet.release import PlanStore, ReleasePlan, plan_path
+from runtime.gateway.fleet.release import Phase, PlanStore, ReleasePlan, plan_path
 from tests.command import ROOT
 from tests.waiting import until
 
@@ -42,9 +42,9 @@ def plans_of(path: Path) -> PlanStore:
     return find_plans(path, FleetFile.read(path))
 
 
-def release_of(path: Path, phase: str, stable: str, candidate: str = "") -> ReleasePlan:
+def release_of(path: Path, phase: Phase, stable: str, candidate: str = "") -> ReleasePlan:
     plans, sources = plans_of(path), {OLD: str(path.parent / "first"), NEW: "models:/name/7"}
-    plan = ReleasePlan(stable=stable, candidate=candidate, phase=phase, sources=sources, started_with=sources[OLD])  # type: ignore[arg-type]
+    plan = ReleasePlan(stable=stable, candidate=candidate, phase=phase, sources=sources, started_with=sources[OLD])
     plans.write(plan, plans.read())
     return plan
 
