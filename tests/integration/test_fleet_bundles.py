@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.release import reopen
+from pipeline.cli.fleet_members import reopen
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.release import PlanFile, ReleasePlan, plan_path
 from runtime.wire.messages import GenerateRequest

@@ -16,7 +16,8 @@ from evals.check import Outcome
 from evals.kinds.online import Online, frozen_plan
 from evals.kinds.online.canary import Figures
 from pipeline.cli import release
-from pipeline.cli.release import FleetRelease, Gateways, ReleaseError, ReleaseOptions
+from pipeline.cli.fleet_members import Gateways, ReleaseError
+from pipeline.cli.release import FleetRelease, ReleaseOptions
 from runtime.gateway.fleet.release import PlanFile, ReleasePlan, ReleasePlanError, plan_path
 from runtime.wire.messages import EngineInfo
 from tapeout.observations import Observation, ObservationLog

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.fleet import source_of
-from pipeline.cli.release import reopen
+from pipeline.cli.fleet_members import reopen
 from runtime.fleet import runner as module
 from runtime.fleet.control import read_plan
 from runtime.fleet.released import forget_release, released, with_plan_beside

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -37,25 +38,20 @@ def library(level: Level, source: Path | None = None) -> Path:
     Several threads may ask at once: ``source`` (default: :data:`SOURCE`) is what is compiled and what names the result.
     """
     source = source or SOURCE
+    flags = (*FLAGS, *target_flags(level))
+    key = key_of(sorted(source.iterdir()), (compiler_version(), flags, declarations.text()))
+    return write_once(cache() / key / f"{level.name}.so", lambda path: _compile(source, path, flags))
+
+
+def compiler_version() -> str:
+    """Of the pinned wheel. :class:`BuildError` without it."""
     if importlib.util.find_spec(COMPILER) is None:
         raise BuildError(
             f"no compiler: the package {COMPILER} is not installed",
             expected="the pinned compiler that native kernels are built with",
             remedy='pip install ".[pipeline]"',
         )
-    flags = (*FLAGS, *target_flags(level))
-    path = cache() / _key(source, flags) / f"{level.name}.so"
-    try:
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _compile(source, path, flags)
-    except OSError as error:
-        raise BuildError(
-            f"kernels cannot be compiled into {path.parent}: {error}",
-            expected="a folder to write to",
-            remedy="fix its permissions, or set TAPEOUT_CACHE to another folder",
-        ) from error
-    return path
+    return metadata.version(COMPILER)
 
 
 def target_flags(level: Level) -> tuple[str, ...]:
@@ -67,30 +63,55 @@ def cache() -> Path:
     return cache_folder() / "kernels"
 
 
-def _key(source: Path, flags: tuple[str, ...]) -> str:
-    content = hashlib.sha256(repr((metadata.version(COMPILER), flags, declarations.text())).encode())
-    for path in sorted(source.iterdir()):
+def key_of(sources: Sequence[Path], compiled_by: tuple[object, ...]) -> str:
+    """Names what is compiled of these files by this compiler, with its options."""
+    content = hashlib.sha256(repr(compiled_by).encode())
+    for path in sources:
         content.update(path.name.encode() + b"\0" + path.read_bytes())
     return content.hexdigest()[:16]
 
 
-def _compile(source: Path, path: Path, flags: tuple[str, ...]) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as own:  # other processes may compile the same
-        partial = Path(own) / path.name
-        declared = Path(own) / declarations.FILE
-        declared.write_text(declarations.text())
-        sources = [str(declared), f"-I{source}", *sorted(file.name for file in source.glob("*.c"))]
-        done = subprocess.run(
-            [sys.executable, "-m", COMPILER, "cc", *flags, "-o", str(partial), *sources],
-            cwd=source,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(cache() / "compiler")},
-        )
-        if done.returncode:
-            raise BuildError(
-                f"the kernels in {source} do not compile: {done.stderr.strip()[-2000:]}",
-                expected="a library",
-                remedy=f"reinstall {COMPILER} in the version that pyproject.toml names",
-            )
-        partial.replace(path)
+def write_once(path: Path, write: Callable[[Path], object]) -> Path:
+    """``path``, written whole or not at all, in a folder of its own first: other processes may write the same."""
+    try:
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as own:
+                partial = Path(own) / path.name
+                write(partial)
+                partial.replace(path)
+    except OSError as error:
+        raise BuildError(
+            f"kernels cannot be compiled into {path.parent}: {error}",
+            expected="a folder to write to",
+            remedy="fix its permissions, or set TAPEOUT_CACHE to another folder",
+        ) from error
+    return path
+
+
+def run_compiler(source: Path, arguments: Sequence[str], expected: str) -> None:
+    """In the folder ``source``. :class:`BuildError` with the compiler's last words where it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", COMPILER, "cc", *arguments],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(cache() / "compiler")},
+    )
+    if done.returncode:
+        raise not_compiled(source, done.stderr, COMPILER, expected)
+
+
+def not_compiled(source: Path, why: str, package: str, expected: str) -> BuildError:
+    return BuildError(
+        f"the kernels in {source} do not compile: {why.strip()[-2000:]}",
+        expected=expected,
+        remedy=f"reinstall {package} in the version that pyproject.toml names",
+    )
+
+
+def _compile(source: Path, path: Path, flags: Sequence[str]) -> None:
+    declared = path.with_name(declarations.FILE)
+    declared.write_text(declarations.text())
+    sources = [str(declared), f"-I{source}", *sorted(file.name for file in source.glob("*.c"))]
+    run_compiler(source, [*flags, "-o", str(path), *sources], "a library")

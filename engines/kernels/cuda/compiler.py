@@ -7,14 +7,8 @@ GPU, driver or CUDA toolkit is needed.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import importlib.util
-import os
 import platform
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
@@ -35,6 +29,7 @@ HOST_FLAGS = (
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # of loops that NVRTC unrolls
 )
 OPTIMIZED = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-s", *compiler.LINKED)
+MADE = "machine code"
 LINKED = ("-ldl",)  # of the driver's library, which is opened by name
 
 
@@ -58,7 +53,7 @@ def cubin(architecture: str, source: Path | None = None, selected: Sequence[str]
     definitions = (f"--define-macro={name}=1" for name in names)
     flags = (f"--gpu-architecture={architecture.replace('sm', 'sm_')}", *CUBIN_FLAGS, *definitions)
     folder = Path(str(wheel.locate_file("nvidia/cu13/lib")))
-    return _once(
+    return compiler.write_once(
         _path(_device_sources(source), (NVRTC, wheel.version, *flags), f"cuda-{architecture}.cubin"),
         lambda path: path.write_bytes(_nvrtc(folder, source, flags)),
     )
@@ -74,24 +69,13 @@ def cubins(architectures: Sequence[str] = ARCHITECTURES, selected: Sequence[str]
 def host_library(source: Path | None = None) -> Path:
     """All kernels as fibers, for processors of this machine's least level. :class:`BuildError` without a compiler."""
     source = source or SOURCE
-    if importlib.util.find_spec(compiler.COMPILER) is None:
-        raise BuildError(
-            f"no compiler: the package {compiler.COMPILER} is not installed",
-            expected="the pinned compiler that kernels for the CPU are built with",
-            remedy='pip install ".[pipeline]"',
-        )
     flags = (*HOST_FLAGS, *OPTIMIZED, *host_target_flags())
+    compiled_by = (compiler.compiler_version(), *flags, *LINKED)
     files = [path.name for path in host_sources(source)]
-
-    def write(path: Path) -> None:
-        command = [sys.executable, "-m", compiler.COMPILER, "cc", *flags, "-o", str(path), *files, *LINKED]
-        cache = {"ZIG_GLOBAL_CACHE_DIR": str(compiler.cache() / "compiler")}
-        done = subprocess.run(command, cwd=source, capture_output=True, text=True, env=os.environ | cache)
-        if done.returncode:
-            raise _not_compiled(source, done.stderr, compiler.COMPILER)
-
-    compiled_by = (metadata.version(compiler.COMPILER), *flags, *LINKED)
-    return _once(_path(sorted(source.iterdir()), compiled_by, f"cuda-{HOST}.so"), write)
+    return compiler.write_once(
+        _path(sorted(source.iterdir()), compiled_by, f"cuda-{HOST}.so"),
+        lambda path: compiler.run_compiler(source, [*flags, "-o", str(path), *files, *LINKED], MADE),
+    )
 
 
 def host_sources(source: Path) -> list[Path]:
@@ -114,28 +98,7 @@ def _device_sources(source: Path) -> list[Path]:
 
 
 def _path(sources: Sequence[Path], compiled_by: tuple[str, ...], name: str) -> Path:
-    content = hashlib.sha256(repr(compiled_by).encode())
-    for path in sources:
-        content.update(path.name.encode() + b"\0" + path.read_bytes())
-    return compiler.cache() / f"cuda-{content.hexdigest()[:16]}" / name
-
-
-def _once(path: Path, write: Callable[[Path], object]) -> Path:
-    """``path``, written whole or not at all; other processes may write the same."""
-    try:
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as own:
-                partial = Path(own) / path.name
-                write(partial)
-                partial.replace(path)
-    except OSError as error:
-        raise BuildError(
-            f"kernels cannot be compiled into {path.parent}: {error}",
-            expected="a folder to write to",
-            remedy="fix its permissions, or set TAPEOUT_CACHE to another folder",
-        ) from error
-    return path
+    return compiler.cache() / f"cuda-{compiler.key_of(sources, compiled_by)}" / name
 
 
 def _nvrtc(folder: Path, source: Path, flags: tuple[str, ...]) -> bytes:
@@ -149,12 +112,12 @@ def _nvrtc(folder: Path, source: Path, flags: tuple[str, ...]) -> bytes:
         ctypes.byref(program), text.encode(), b"kernels.cu", len(headers), contents, names
     )
     if created:
-        raise _not_compiled(source, f"nvrtcCreateProgram returned {created}", NVRTC)
+        raise compiler.not_compiled(source, f"nvrtcCreateProgram returned {created}", NVRTC, MADE)
     try:
         failed = nvrtc.nvrtcCompileProgram(program, len(flags), _strings(flags))
         log = _result(nvrtc, "ProgramLog", program).rstrip(b"\0").decode()
         if failed or log.strip():  # a warning, too
-            raise _not_compiled(source, log, NVRTC)
+            raise compiler.not_compiled(source, log, NVRTC, MADE)
         return _result(nvrtc, "CUBIN", program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
@@ -170,11 +133,3 @@ def _result(nvrtc: ctypes.CDLL, name: str, program: ctypes.c_void_p) -> bytes:
     content = ctypes.create_string_buffer(size.value)
     nvrtc[f"nvrtcGet{name}"](program, content)
     return content.raw
-
-
-def _not_compiled(source: Path, why: str, package: str) -> BuildError:
-    return BuildError(
-        f"the kernels in {source} do not compile: {why.strip()[-2000:]}",
-        expected="machine code",
-        remedy=f"reinstall {package} in the version that pyproject.toml names",
-    )

@@ -54,10 +54,10 @@ static Status* compute(void* self, Context* context) {
   TRY(input(api, context, k->kind == NORM ? 1 : 2, &k->weight, &weight));
   if (k->kind == NORM_ROWS) TRY(input(api, context, 3, NULL, &rows));
   if (!x.present || x.type != FLOAT || !x.rank || x.rank > MAX_RANK || x.dims[x.rank - 1] % LANES)
-    return failure(api, ERROR_ARGUMENT, "NormRows: the input is not float or its channels are no multiple of 16");
+    return failure(api, ERROR_ARGUMENT, "the input is not float or its channels are no multiple of 16");
   const int64_t K = x.dims[x.rank - 1], tokens = K ? x.elements / K : 0;
   if (!holds(&weight, FLOAT, K) || (residual.present && !holds(&residual, FLOAT, x.elements)))
-    return failure(api, ERROR_ARGUMENT, "NormRows: a residual or weight of another shape or type");
+    return failure(api, ERROR_ARGUMENT, "a residual or weight of another shape or type");
   if (k->kind == RESIDUAL_NORM && !residual.present)
     return failure(api, ERROR_ARGUMENT, "ResidualNorm: there is nothing to add");
   Work w = {.K = K, .epsilon = k->epsilon, .x = x.data, .residual = residual.data, .weight = weight.data};
@@ -79,7 +79,7 @@ static Status* compute(void* self, Context* context) {
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
   Kernel found = {.base = {api, threads_of(op)}, .kind = (Kind)declaration_of(op)->variant};
   found.epsilon = optional_float(api, info, "epsilon", 1e-5f);
-  if (!(found.epsilon >= 0)) return failure(api, ERROR_ARGUMENT, "NormRows: a negative epsilon");
+  if (!(found.epsilon >= 0)) return failure(api, ERROR_ARGUMENT, "a negative epsilon");
   TRY(constant_input(api, info, found.kind == NORM ? 1 : 2, &found.weight));
   return keep_kernel(&found, sizeof found, self);
 }
