@@ -40,7 +40,7 @@ BAR = 0.15  # most that a figure of the simulation may differ
 STREAMS = (1, 2, 4, 8)  # that decode at once while steps are measured
 # As shares of the tokens that a sequence may have. Of prompts while steps are measured, and of the cached tokens before
 # them: attention over those takes its part of a step, as in the conversations.
-PROMPTS, CONTEXT = (1 / 32, 1 / 16, 1 / 8), 1 / 4
+PROMPTS, CONTEXT = (1 / 256, 1 / 64, 1 / 32, 1 / 16, 1 / 8), 1 / 4
 SYSTEM, MESSAGE, ANSWER = 1 / 8, 1 / 25, 1 / 20  # of the conversations
 ROUNDS = 5
 STREAM_TOKENS = 48
@@ -153,11 +153,11 @@ async def measured_lengths(clients: Sequence[FleetClient]) -> list[StepLengths]:
             gaps = [after - before for times in found for before, after in pairwise(times[9:-8])]
             decodes[streams] = median(gaps)
         await together.wait()
-        tokens, seconds = 0, 0.0
+        prompts = {1: decodes[1]}  # also a step with one token
         for length in (int(most * share) for share in PROMPTS):
             found = [await _times(client, [*context, *_fresh(length, vocabulary)], 1) for context in contexts[:ROUNDS]]
-            tokens, seconds = tokens + length, seconds + median(times[1] - times[0] for times in found)
-        return step_lengths(decodes, seconds / tokens)
+            prompts[length] = median(times[1] - times[0] for times in found)
+        return step_lengths(decodes, prompts)
 
     return await asyncio.gather(*map(one, clients))
 
@@ -165,17 +165,17 @@ async def measured_lengths(clients: Sequence[FleetClient]) -> list[StepLengths]:
 def between(alone: StepLengths, together: StepLengths, share: float) -> StepLengths:
     """Lengths of steps where other engines work for this share of the time.
 
-    >>> between(StepLengths(((1, 0.002),), 0.001), StepLengths(((1, 0.004),), 0.003), 0.5)
-    StepLengths(decodes=((1, 0.003),), token=0.002)
+    >>> between(StepLengths(((1, 0.002),), ((8, 0.001),)), StepLengths(((1, 0.004),), ((8, 0.003),)), 0.5)
+    StepLengths(decodes=((1, 0.003),), prompts=((8, 0.002),))
     """
 
-    def mixed(one: float, other: float) -> float:
-        return one + share * (other - one)
+    def mixed(
+        one: tuple[tuple[int, float], ...], other: tuple[tuple[int, float], ...]
+    ) -> tuple[tuple[int, float], ...]:
+        pairs = zip(one, other, strict=True)
+        return tuple((count, mine + share * (theirs - mine)) for (count, mine), (_, theirs) in pairs)
 
-    pairs = zip(alone.decodes, together.decodes, strict=True)
-    return StepLengths(
-        tuple((count, mixed(one, other)) for (count, one), (_, other) in pairs), mixed(alone.token, together.token)
-    )
+    return StepLengths(mixed(alone.decodes, together.decodes), mixed(alone.prompts, together.prompts))
 
 
 async def replayed(client: FleetClient, traffic: Traffic) -> Measured:

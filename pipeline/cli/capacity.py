@@ -41,7 +41,7 @@ class ReplicaModel:
             timed, bundle = _benchmark(options.bundle)
             one = timed.candidate
             seconds = {batch: milliseconds / 1000 for batch, milliseconds in one.itl_ms.items()}
-            self.lengths = step_lengths(seconds, 1 / one.prefill_tokens_per_s)
+            self.lengths = step_lengths(seconds, {1: 1 / one.prefill_tokens_per_s})
             self.source = f"the benchmark of {options.bundle}"
             io = bundle.io
             _require_kept("--cache-tokens", cache, io.token_bytes, options.bundle)

@@ -37,8 +37,8 @@ from tapeout.errors import ExitCode, RequestError
 from tapeout.slo import LatencyObjective, ServiceLevelObjectives
 from tests.chain_engine import ChainEngine
 
-STEPS = {"decode_seconds": {"1": 0.003, "8": 0.006, "32": 0.015}, "token_seconds": 0.0002}
-LENGTHS = step_lengths({1: 0.003, 8: 0.006, 32: 0.015}, 0.0002)
+STEPS = {"decode_seconds": {"1": 0.003, "8": 0.006, "32": 0.015}, "prompt_seconds": {"1": 0.0002}}
+LENGTHS = step_lengths({1: 0.003, 8: 0.006, 32: 0.015}, {1: 0.0002})
 SHAPE = FleetShape(1, 60_000, EVERYONE_WAITS)
 BURSTS = single_turn(0, seconds=10, rate=40, prompt_tokens=300, answer_tokens=40)
 SLO = ServiceLevelObjectives(ttft=LatencyObjective(seconds=0.4), itl=LatencyObjective(seconds=0.05))
@@ -210,7 +210,12 @@ def test_mistakes_are_one_clear_message(
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"decode_seconds": {}, "token_seconds": 1}', '{"decode_seconds": {"0": 1}, "token_seconds": 1}'],
+    [
+        "",
+        "[]",
+        '{"decode_seconds": {}, "prompt_seconds": {"8": 1}}',
+        '{"decode_seconds": {"0": 1}, "prompt_seconds": {"8": 1}}',
+    ],
 )
 def test_lengths_of_steps_are_checked(tmp_path: Path, content: str) -> None:
     path = tmp_path / "steps.json"
@@ -231,7 +236,7 @@ def test_lengths_come_from_the_benchmark_of_the_very_bundle(monkeypatch: pytest.
     }
     monkeypatch.setattr(command.artifact, "load_record", lambda _, kind: records[kind.__name__])
     replica = command.ReplicaModel(ReplicaOptions())
-    assert replica.lengths == step_lengths({1: 0.003, 4: 0.005}, 0.0005)
+    assert replica.lengths == step_lengths({1: 0.003, 4: 0.005}, {1: 0.0005})
     assert (replica.cache_tokens, replica.slots, replica.max_tokens, replica.price) == (2048, 0, 512, 0.3)
     with pytest.raises(RequestError, match="--slots 3"):
         command.ReplicaModel(ReplicaOptions(slots=3))

@@ -778,7 +778,7 @@ def run(scheduler: Scheduler, now: float) -> None:
 
 def shared_engine(loud: int) -> tuple[SimulatedEngine, float]:
     """And the time. It answers one tenant, and knows how long steps take. Another tenant was there before."""
-    engine = SimulatedEngine(StepLengths(((1, 0.002), (64, 0.03)), 0.0002), 2000)
+    engine = SimulatedEngine(StepLengths(((1, 0.002), (64, 0.03)), ((1, 0.0002),)), 2000)
     engine.add(GenerateRequest("before", range(64), 1, tenant="quiet"), range(1), 0.0)
     for number in range(loud):
         prompt = range(1000 * number + 100, 1000 * number + 200)
@@ -879,7 +879,7 @@ def test_nobody_starves_where_tenants_share_an_engine(arrivals: list[tuple[str, 
     """All requests end, and no answer stands still for much longer than it may rest. Planted: prompts that are put off
     come before the answers again and again.
     """
-    engine, at, now = SimulatedEngine(StepLengths(((1, 0.002), (64, 0.03)), 0.0002), 2000), 0.0, 0.0
+    engine, at, now = SimulatedEngine(StepLengths(((1, 0.002), (64, 0.03)), ((1, 0.0002),)), 2000), 0.0, 0.0
     due = list[tuple[float, GenerateRequest]]()
     for number, (tenant, prompt, answer, gap) in enumerate(arrivals):
         start = 1000 * number
