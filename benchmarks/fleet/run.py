@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for load in LOADS:
             # About as many conversations at each load: else P99 would be one of few requests where there is little.
             run(multi_turn(seed, seconds=seconds / load, rate=load * most), load)
-        rate = 0.5 / (300 * lengths.token + 60 * lengths.seconds(8, 0) / 8) * options.engines
+        rate = 0.5 / (lengths.seconds(0, 300) + 60 * lengths.seconds(8, 0) / 8) * options.engines
         run(single_turn(seed, seconds=seconds / 2, rate=rate, prompt_tokens=300, answer_tokens=60))
         for name, (shrink, faster, first) in TRACES.items() if options.traces else ():
             if (options.traces / name).is_file():

@@ -109,7 +109,7 @@ def test_a_step_is_as_long_as_its_tokens_say() -> None:
     engine = SimulatedEngine(LENGTHS, 32)
     engine.add(GenerateRequest("r", list(range(100)), 2), range(2), 0.0)
     end = engine.begin(1.0)
-    assert end == pytest.approx(1 + 100 * LENGTHS.token)
+    assert end == pytest.approx(1 + LENGTHS.seconds(0, 100))
     assert end is not None and engine.end(end).first == {"r": 0}
     later = engine.begin(end)
     assert later is not None and later - end == pytest.approx(LENGTHS.seconds(1, 0))

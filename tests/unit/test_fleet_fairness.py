@@ -15,7 +15,7 @@ def test_a_tenant_that_sends_ten_times_as_much_waits_by_itself(gateways: int) ->
     steps are not split, all places may be taken, or the router does not know when steps end.
     """
     found = served({"one": RATE, "other": TIMES * RATE}, 60.0, gateways=gateways)
-    longest = 1000 * PROMPT_TOKENS[1] * BUNDLES["default"].token  # on an idle engine
+    longest = 1000 * BUNDLES["default"].seconds(0, PROMPT_TOKENS[1])  # on an idle engine
     alone = served({"one": RATE}, 60.0, gateways=gateways)
     # With one gateway prompts hardly ever meet; with two they do, also where the other tenant sends nothing.
     bar = BAR * (longest if gateways == 1 else percentile(alone.ttft["one"], 0.99))
