@@ -27,7 +27,9 @@ from typing import Any
 
 import psutil
 import yaml
-from safetensors import safe_open
+
+from tapeout.coded_parameters import with_codes
+from tapeout.tensor_files import stored_tensors
 
 # This checkout's, whatever is installed.
 TAPEOUT = (sys.executable, "-c", "import sys; from pipeline.cli.main import main; sys.exit(main(sys.argv[1:]))")
@@ -114,12 +116,10 @@ def _memory(pid: int) -> tuple[int, int]:
 
 
 def count_parameters(checkpoint: Path) -> int:
-    """Elements of the checkpoint's tensors, from the headers of its files."""
-    total = 0
-    for path in checkpoint.glob("*.safetensors"):
-        with safe_open(path, framework="numpy") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total
+    """Weights of the checkpoint, from the headers of its files; codes count as what they stand for."""
+    if not any(checkpoint.glob("*.safetensors")):
+        return 0  # a GGUF file
+    return sum(math.prod(tensor.shape) for tensor in with_codes(stored_tensors(checkpoint)).values())
 
 
 def write_recipe(path: Path, recipe: Path, checkpoint: Path, settings: Sequence[str]) -> None:

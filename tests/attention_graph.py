@@ -33,6 +33,7 @@ class Layout:
     merged: bool = False
     gated: bool = False  # what a query attends to is gated by what follows it in its projection
     key_factor: float = 1.0
+    normed: bool = False  # all heads of queries together, and of keys
 
     @property
     def width(self) -> int:
@@ -75,6 +76,10 @@ def graph(layout: Layout) -> ir.Model:
         inputs = [value(name, ["batch", "tokens", width]) for name, width in widths.items()]
         flat = dict(zip(widths, inputs, strict=True))
     gate = None
+    if layout.normed:
+        for name in ("q", "k"):
+            weight = parameter(f"block.{name}_norm", 1 + 0.1 * random(widths[name]))
+            flat[name] = op("RMSNormalization", [flat[name], weight], flat[name].shape, axis=-1, epsilon=0.03)
     if layout.gated:
         flat["q"], gate = _query_and_gate(flat["q"], layout)
     counts = {"q": layout.heads, "k": layout.kv_heads, "v": layout.kv_heads}

@@ -8,7 +8,6 @@ python -m benchmarks.peers.run --ours near-lossless=artifacts/candidate --quick 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from benchmarks.peers.judge import BARS_BY_KIND, Measured, Sample, Workload, sch
 from benchmarks.peers.process import PeerFailedError, PeerProcess
 from benchmarks.peers.report import Run
 from benchmarks.peers.systems import OURS, PEERS, READERS_OF_GGUF, System
+from benchmarks.scale import count_parameters
 from benchmarks.shapes import SHAPES, Shape
 from engines.bundle import EngineBundle
 from evals.text import kl_divergences
@@ -293,7 +293,7 @@ class Harness:
             *self.options.prefill_tokens,
         )
         state = positions * record.io.token_bytes + max(self.options.batches) * record.io.slot_bytes
-        parameters = _parameters(self.options.checkpoint)
+        parameters = count_parameters(self.options.checkpoint)
         return measured.model_copy(
             update={
                 "weight_bits": 8 * record.weight_bytes / parameters,
@@ -322,17 +322,6 @@ class Harness:
         for process in self.processes.values():
             process.close()
         self.processes.clear()
-
-
-def _parameters(checkpoint: Path) -> int:
-    """Number of parameters in the checkpoint; a tied embedding counts once."""
-    from safetensors import safe_open
-
-    count = 0
-    for path in checkpoint.glob("*.safetensors"):
-        with safe_open(str(path), "np") as tensors:
-            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return count
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -176,7 +176,16 @@ _ALL = (
         (_Y,),  # [P, K]
         "norm_rows",
     ),
-    KernelOperator("Norm", (Argument("x"), Argument("weight")), (_Y,), "norm_rows"),  # [.., K]
+    KernelOperator(
+        "Norm",
+        (
+            Argument("x"),  # [.., W], W >= K + L
+            Argument("weight"),  # [K] of the first channels
+            Argument("next_weight", optional=True),  # [L] of those behind them, normalized by themselves
+        ),
+        (_Y,),  # as x, of which what is left is copied
+        "norm_rows",
+    ),
     KernelOperator(  # of a + b
         "ResidualNorm", (Argument("a"), Argument("b"), Argument("weight")), (_Y, Argument("sum")), "norm_rows"
     ),

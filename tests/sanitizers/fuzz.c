@@ -464,7 +464,7 @@ static void check_quantize(Node* node) {
 
 /* --- norms of rows ---------------------------------------------------------------------------------------------- */
 
-enum { ROWS = 3 }; /* input */
+enum { NEXT_WEIGHT = 2, ROWS = 3 }; /* inputs of Norm, and of NormRows */
 
 static const char* const NORMS[] = {"NormRows", "Norm", "ResidualNorm"};
 enum { SOME_ROWS, ALL_ROWS, ALL_SUMS };
@@ -474,47 +474,56 @@ static Node new_norm(void) {
   Node node = {.what = NORMS[kind], .op = find_op(NORMS[kind]), .kind = (int)kind, .epsilon = 0.01f};
   Value* in = node.context.inputs;
   const int64_t K = 16 * random_int(1, 40), tokens = random_int(1, 6), rank = random_int(2, 3);
-  const int64_t dims[] = {1, tokens, K}, weight = kind == ALL_ROWS ? 1 : 2;
+  const int64_t next = kind == ALL_ROWS && one_in(2) ? 16 * random_int(1, 20) : 0;
+  const int64_t W = K + next + (kind == ALL_ROWS && one_in(2) ? 16 * random_int(1, 20) : 0);
+  const int64_t dims[] = {1, tokens, W}, weight = kind == ALL_ROWS ? 1 : 2;
   for (int64_t i = 0; i < (kind == SOME_ROWS ? 1 + one_in(2) : weight); i++) {
     new_value(&in[i], FLOAT, rank, dims + 3 - rank);
     fill_floats(&in[i], powf(10, (float)random_int(-2, 2)));
     node.changed[i] = LAST_AXIS | TYPE | ALIGNMENT | (i ? 0 : PRESENCE);
   }
   if (kind == ALL_SUMS) node.changed[1] |= PRESENCE;
-  if (one_in(6)) ((float*)in[0].data)[random_int(0, tokens * K - 1)] = NAN;
+  if (one_in(6)) ((float*)in[0].data)[random_int(0, tokens * W - 1)] = NAN;
   new_value(&in[weight], FLOAT, 1, &K);
   fill_floats(&in[weight], 1);
   node.changed[weight] = ALL;
+  if (next) {
+    new_value(&in[NEXT_WEIGHT], FLOAT, 1, &next);
+    fill_floats(&in[NEXT_WEIGHT], 1);
+    node.changed[NEXT_WEIGHT] = LAST_AXIS | TYPE | ALIGNMENT;
+  }
   if (kind == SOME_ROWS) {
     new_value(&in[ROWS], INT64, 1, (int64_t[]){random_int(0, 9)});
     for (int64_t i = 0; i < elements_of(&in[ROWS]); i++) ((int64_t*)in[ROWS].data)[i] = random_int(0, tokens - 1);
     node.changed[ROWS] = TYPE | PRESENCE | ALIGNMENT;
   }
-  node.context.input_count = kind == SOME_ROWS ? 4 : (size_t)weight + 1;
+  node.context.input_count = kind == SOME_ROWS ? 4 : (size_t)weight + 1 + (next > 0);
   add_float(&node.info, "epsilon", node.epsilon);
   return node;
 }
 
 static void check_norm(const Node* node) {
   const Value *in = node->context.inputs, *out = node->context.outputs, *added = node->kind == ALL_ROWS ? NULL : &in[1];
-  const Value* weight = &in[node->kind == ALL_ROWS ? 1 : 2];
-  const int64_t K = weight->dims[0];
-  const int64_t count = node->kind == SOME_ROWS ? elements_of(&in[ROWS]) : elements_of(&in[0]) / K;
+  const Value *weight = &in[node->kind == ALL_ROWS ? 1 : 2], *next = node->kind == ALL_ROWS ? &in[NEXT_WEIGHT] : NULL;
+  const int64_t W = in[0].dims[in[0].rank - 1], K = weight->dims[0], L = next && next->present ? next->dims[0] : 0;
+  const int64_t count = node->kind == SOME_ROWS ? elements_of(&in[ROWS]) : elements_of(&in[0]) / W;
   for (int64_t row = 0; row < count; row++) {
-    const int64_t at = (node->kind == SOME_ROWS ? ((int64_t*)in[ROWS].data)[row] : row) * K;
+    const int64_t at = (node->kind == SOME_ROWS ? ((int64_t*)in[ROWS].data)[row] : row) * W;
     const float *x = (float*)in[0].data + at, *residual = added && added->present ? (float*)added->data + at : NULL;
-    double squares = 0;
-    for (int64_t i = 0; i < K; i++) {
+    double squares[2] = {0, 0}; /* of each weight */
+    for (int64_t i = 0; i < K + L; i++) {
       const float sum = residual ? x[i] + residual[i] : x[i];
-      squares += (double)sum * sum;
+      squares[i >= K] += (double)sum * sum;
       if (node->kind == ALL_SUMS && !same_float(((float*)out[1].data)[at + i], sum))
         fail("ResidualNorm: sum %d of row %d is %g, expected %g", (int)i, (int)row, ((float*)out[1].data)[at + i], sum);
     }
-    const double inverse = 1 / sqrt(squares / (double)K + node->epsilon);
-    for (int64_t i = 0; i < K; i++) {
-      const float sum = residual ? x[i] + residual[i] : x[i];
-      const double expected = sum * inverse * ((float*)weight->data)[i];
-      const float found = ((float*)out[0].data)[row * K + i];
+    for (int64_t i = 0; i < W; i++) {
+      const float sum = residual ? x[i] + residual[i] : x[i], found = ((float*)out[0].data)[row * W + i];
+      const int64_t second = i >= K;
+      const double inverse = 1 / sqrt(squares[second] / (double)(second ? L : K) + node->epsilon);
+      const double expected = i >= K + L ? sum
+                              : second   ? sum * inverse * ((float*)next->data)[i - K]
+                                         : sum * inverse * ((float*)weight->data)[i];
       if (isnan(expected) ? !isnan(found) : !(fabs(found - expected) <= MADE * fabs(expected) + 1e-30))
         fail("%s: channel %d of row %d: %g, expected %g", node->what, (int)i, (int)row, found, expected);
     }

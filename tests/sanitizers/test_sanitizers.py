@@ -255,6 +255,12 @@ DEFECTS = {
     "a residual is not checked": Defect(
         "norm_rows.c", "(residual.present && !holds(&residual, FLOAT, x.elements))", "0", "accepted|overflow"
     ),
+    "keys are normalized by the weight of queries": Defect(
+        "norm_rows.c", "w->next, w->L", "w->weight, w->L", "Norm.*expected|AddressSanitizer"
+    ),
+    "values behind keys are those of the first token": Defect(
+        "norm_rows.c", "load(w->x + at + i)", "load(w->x + i)", "Norm.*expected"
+    ),
     "the epsilon is left out": Defect("norm_rows.c", "(float)K + w->epsilon", "(float)K", "Norm.*expected"),
     "what a norm adds is not in its sum": Defect(
         "norm_rows.c", "store(w->sum + at + i, sum)", "store(w->sum + at + i, load(x + i))", "ResidualNorm: sum"

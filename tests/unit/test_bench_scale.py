@@ -48,3 +48,10 @@ def test_the_table_holds_the_last_result_of_each_size_and_the_exponents(tmp_path
 def test_parameters_are_counted_from_headers(tmp_path: Path) -> None:
     save_file({"a": np.zeros((3, 4), np.float16), "b": np.zeros(5, np.float32)}, tmp_path / "model.safetensors")
     assert count_parameters(tmp_path) == 17
+
+
+def test_codes_count_as_the_weights_that_they_stand_for(tmp_path: Path) -> None:
+    """Planted: bytes are counted, of which one holds two weights."""
+    codes, scales = np.zeros((2, 5, 3, 16), np.uint8), np.zeros((2, 5, 3), np.uint8)
+    save_file({"experts_blocks": codes, "experts_scales": scales}, tmp_path / "model.safetensors")
+    assert count_parameters(tmp_path) == 2 * 5 * 96

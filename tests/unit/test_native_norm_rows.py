@@ -95,12 +95,12 @@ def test_a_negative_epsilon_is_an_error_when_the_session_starts() -> None:
         session(random(32), epsilon=-1.0)
 
 
-def all_rows(feeds: dict[str, Matrix], weight: Matrix, *, threads: int = 1) -> list[Array]:
+def all_rows(feeds: dict[str, Matrix], *weights: Matrix, threads: int = 1) -> list[Array]:
     """Norm of one value, ResidualNorm of two."""
     given = [value(name, ["batch", "tokens", "channels"]) for name in feeds]
     node = ir.node(
         "ResidualNorm" if len(feeds) > 1 else "Norm",
-        [*given, parameter("norm.weight", weight)],
+        [*given, *(parameter(f"norm{number}.weight", weight) for number, weight in enumerate(weights))],
         attributes={"epsilon": EPSILON},
         domain=DOMAIN,
         num_outputs=len(feeds),
@@ -129,3 +129,19 @@ def test_all_tokens_are_normalized_and_their_sum_is_given(channels: int) -> None
 def test_a_residual_of_another_shape_is_an_error() -> None:
     with pytest.raises(Exception, match="a residual or weight of another shape"):
         all_rows({"a": random(1, 3, 32), "b": random(1, 2, 32)}, random(32))
+
+
+@pytest.mark.parametrize("left", [0, 32])
+def test_the_next_channels_are_normalized_by_themselves_and_the_rest_is_copied(left: int) -> None:
+    first, second, a = random(64, seed=1), random(48, seed=2), random(2, 9, 112 + left, seed=3)
+    (y,) = all_rows({"a": a}, first, second, threads=3)
+    np.testing.assert_array_equal(y[..., 112:], a[..., 112:])
+    for weight, channels in ((first, slice(0, 64)), (second, slice(64, 112))):
+        (alone,) = all_rows({"a": np.ascontiguousarray(a[..., channels])}, weight)
+        np.testing.assert_array_equal(y[..., channels], alone)
+
+
+@pytest.mark.parametrize("widths", [(48,), (32, 16), (24,), (32, 8)])
+def test_weights_of_other_channels_than_the_input_has_are_an_error(widths: tuple[int, ...]) -> None:
+    with pytest.raises(Exception, match="not of the input's first channels, in multiples of 16"):
+        all_rows({"a": random(1, 3, 32)}, *(random(width) for width in widths))

@@ -3,8 +3,12 @@
     s = a + b, norm(s, w)   ->   ResidualNorm(a, b, w), which returns s, too
     norm(x, w)              ->   Norm(x, w)
 
+    Split(x, [q, k, v]), Attention(Norm(q, w), Norm(k, u), v)   ->   Attention(Norm(x, w, u))
+
 That is an RMSNorm with several consumers, such as a router beside experts, or before another operator than a linear. It
-is replaced where a native operator reads it: between two steps of them (docs/native-kernels.md) it would end one.
+is replaced where a native operator reads it: between two steps of them (docs/native-kernels.md) it would end one. So
+would the Split of a linear that makes queries, keys and values. Where all heads of queries are normalized together, and
+of keys (OLMoE), one norm does both where they lie, and attention reads them with the values behind them.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from engines.kernels.operators import DOMAIN
-from engines.passes.base import Lowering, PassResult, attribute, new_value, parameter_behind, replace
+from engines.passes.base import Lowering, PassResult, attribute, new_value, parameter_behind, remove_dead, replace
 from engines.passes.onnxruntime.gated_norms import NORMS, is_native, readers_of
 
 LANES = 16  # channels that a kernel computes together
@@ -29,6 +33,8 @@ def run(lowering: Lowering) -> PassResult:
             declined.append(f"{parameter_behind(weight)}: {reason}; ONNX Runtime computes it")
         else:
             matched += 1
+    for node in [n for n in model.graph if n.op_type == "CachedAttention"]:
+        _pack(lowering, node)
     if not matched and not declined:
         declined = ["no norm is left before a native operator"]
     return PassResult(matched, tuple(declined))
@@ -60,3 +66,34 @@ def _replace(lowering: Lowering, node: ir.Node) -> str:
     )
     replace(lowering.model, [node], [fused], dict(zip(old, new, strict=False)))
     return ""
+
+
+def _pack(lowering: Lowering, attention: ir.Node) -> None:
+    """One norm of queries and keys, which one linear made with the values, where nothing else reads any of them."""
+    norms = [value and value.producer() for value in attention.inputs[:2]]
+    query, key = (n if n is not None and n.op_type == "Norm" and len(n.inputs) == 2 else None for n in norms)
+    if query is None or key is None:
+        return
+    parts = [query.inputs[0], key.inputs[0], attention.inputs[2]]
+    split = parts[0].producer() if parts[0] is not None else None
+    if split is None or split.op_type != "Split" or attribute(split, "axis", 0) not in (-1, 2):
+        return
+    read_once = all(len(list(value.uses())) == 1 for value in (*split.outputs, query.outputs[0], key.outputs[0]))
+    if list(split.outputs) != parts or not read_once:
+        return
+    if attribute(query, "epsilon", 0.0) != attribute(key, "epsilon", 0.0):
+        return
+    whole = split.inputs[0]
+    assert whole is not None
+    packed = new_value(f"{query.outputs[0].name}.packed", whole)
+    norm = ir.node(
+        "Norm",
+        [whole, query.inputs[1], key.inputs[1]],
+        attributes={"epsilon": attribute(query, "epsilon", 0.0)},
+        domain=DOMAIN,
+        outputs=[packed],
+    )
+    lowering.model.graph.insert_before(attention, norm)
+    for place, value in enumerate((packed, None, None)):
+        attention.replace_input_with(place, value)
+    remove_dead(lowering.model, [query, key, split])

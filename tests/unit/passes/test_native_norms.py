@@ -8,6 +8,7 @@ from engines.passes.base import CONTRIB, PassResult
 from engines.passes.graph import linears
 from engines.passes.onnxruntime import block_linears, native_norms, norms
 from tapeout.schemes import Scheme
+from tests.attention_graph import MAX_TOKENS, Blocks, Layout, exported, graph, lower, sequences
 from tests.lowering import apply, group, linear, lowering, model_of, named, op, operators, parameter, run, value
 from tests.random_linears import random_linear
 
@@ -83,3 +84,41 @@ def test_a_sum_with_a_bias_stays() -> None:
     made = op("SkipSimplifiedLayerNormalization", [a, b, *weights], SHAPE, domain=CONTRIB, epsilon=0.03)
     declined = lowered(model_of([a, b], two_linears(made))).declined
     assert declined == ("norm.weight: the sum before its norm has a bias; ONNX Runtime computes it",)
+
+
+def normed_attention(model: ir.Model, layout: Layout) -> PassResult:
+    lower(layout, model)
+    apply(state := lowering(model), norms)
+    return apply(state, native_norms)
+
+
+@pytest.mark.parametrize("rotary", ["half", "none"])
+def test_whole_queries_and_keys_are_normalized_where_one_linear_has_made_them(rotary: str) -> None:
+    """Planted: the weights of queries and of keys change places."""
+    layout = Layout(merged=True, normed=True, rotary=rotary)
+    model, rows = graph(layout), sequences(layout, 2)
+    expected = [exported(model, layout, row, MAX_TOKENS) for row in rows]
+    assert normed_attention(model, layout).matched == 2
+    assert operators(model) == ["MatMul", "Norm", "CachedAttention", "Neg"]
+    blocks = Blocks(model, layout, rows=2)
+    for row in range(2):
+        for start, count in ((0, 3), (3, 5)):
+            actual = blocks.step([rows[row]], [start], count, first=row)[0]
+            np.testing.assert_allclose(actual, expected[row][start : start + count], rtol=1e-4, atol=1e-5)
+    together = blocks.step(rows, [8, 8], 1)
+    for actual, whole in zip(together, expected, strict=True):
+        np.testing.assert_allclose(actual, whole[8:9], rtol=1e-4, atol=1e-5)
+
+
+def test_norms_of_queries_and_keys_that_linears_of_their_own_have_made_stay_apart() -> None:
+    layout = Layout(normed=True)
+    assert normed_attention(model := graph(layout), layout).matched == 2
+    assert operators(model) == ["Norm", "Norm", "CachedAttention", "Neg"]
+
+
+def test_norms_with_other_epsilons_stay_apart() -> None:
+    model = graph(layout := Layout(merged=True, normed=True))
+    first = next(node for node in model.graph if node.op_type == "RMSNormalization")
+    first.attributes["epsilon"] = ir.AttrFloat32("epsilon", 0.5)
+    assert normed_attention(model, layout).matched == 2
+    assert operators(model).count("Norm") == 2 and "Split" in operators(model)
