@@ -22,7 +22,8 @@ from benchmarks.gpu import goals, llama, prepare, run_all
 from benchmarks.gpu.driver import Launch
 from benchmarks.gpu.parts import engine as engine_part
 from benchmarks.gpu.parts import linears as linears_part
-from benchmarks.gpu.place import Place, milliseconds, place_here
+from benchmarks.gpu.parts import sanitizer as sanitizer_part
+from benchmarks.gpu.place import LeftOutError, Place, milliseconds, place_here
 from engines.compile import build
 from engines.kernels.cuda import HOST_FILE, compiler
 from engines.kernels.cuda.parameters import BlockLinear, Weight
@@ -357,6 +358,22 @@ def test_what_is_timed_has_been_made_before(
         monkeypatch.setattr(torch.cuda, name, made)
     assert milliseconds(Place(kernels, tmp_path, "sm90"), [streams.call] * 3, rounds=1, graph=graph) == 2.0
     assert streams.calls > 9
+
+
+def test_a_sanitizer_that_reaches_no_gpu_is_left_out(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container that keeps debuggers off, say: no kernel is accused."""
+    tool, record = tmp_path / "compute-sanitizer", Checks()
+    tool.write_text('#!/bin/sh\necho "========= Error: Device not supported. Please refer to"\nexit 9\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(LeftOutError, match="compute-sanitizer: Device not supported"):
+        sanitizer_part.run(place, record)
+    assert not record.failed
+    tool.write_text("#!/bin/sh\necho 3 passed\nexit 9\n")
+    sanitizer_part.run(place, record)
+    assert record.failed == set(sanitizer_part.TOOLS)
 
 
 def test_a_prepared_folder_has_the_library_of_fibers(kernels: Path) -> None:
