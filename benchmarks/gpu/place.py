@@ -139,6 +139,7 @@ def milliseconds(place: Place, calls: Sequence[Call], *, rounds: int = 20, graph
         return 1e3 * (time.perf_counter() - start) / len(calls)
     import torch
 
+    torch.cuda.synchronize()  # what calls read was made on another stream, which this one does not wait for
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(WARMUPS):

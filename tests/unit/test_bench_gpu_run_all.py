@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.gpu import goals, llama, prepare, run_all
+from benchmarks.gpu.driver import Launch
 from benchmarks.gpu.parts import engine as engine_part
 from benchmarks.gpu.parts import linears as linears_part
-from benchmarks.gpu.place import Place, place_here
+from benchmarks.gpu.parts import sanitizer as sanitizer_part
+from benchmarks.gpu.place import LeftOutError, Place, milliseconds, place_here
 from engines.compile import build
 from engines.kernels.cuda import HOST_FILE, compiler
+from engines.kernels.cuda.parameters import BlockLinear, Weight
 from engines.kernels.cuda.plan import PLAN_FILE, LaunchPlan
 from engines.load import find_target
 from engines.protocol import Entry, Result
@@ -297,6 +304,76 @@ def test_planted_scales_of_other_channels_are_found(place: Place, monkeypatch: p
     monkeypatch.setattr(linears_part, "by_row_pair", lambda values: np.roll(known(values), 1, axis=-1).copy())
     linears_part.run(place, record)
     assert record.failed == {"linear against float64"}
+
+
+def test_linears_are_checked_in_all_of_their_kernels(kernels: Path) -> None:
+    """Also on a GPU of 188 multiprocessors."""
+    library, found = ctypes.CDLL(str(kernels / Path(HOST_FILE).name)), set[str]()
+    for tokens in linears_part.TOKENS:
+        launch, weight = Launch(), Weight(None, None, None, linears_part.CHECKED, 4096, 4, 6, 1)
+        parameters = BlockLinear(weight, None, None, None, None, tokens)
+        library.tapeout_cuda_block_linear(ctypes.byref(parameters), 0, ctypes.c_uint32(188 // 2), ctypes.byref(launch))
+        found.add(launch.kernel.decode())
+    assert found == {f"block_linear_F16_4_{kind}" for kind in (1, 2, 4, 8, "many")}
+
+
+class Streams:
+    """PyTorch's, of which no work ends before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.waiting, self.stream, self.calls = True, "default", 0
+
+    def enter(self, stream: str) -> AbstractContextManager[None]:
+        @contextmanager
+        def entered() -> Iterator[None]:
+            before, self.stream = self.stream, stream
+            yield
+            self.stream = before
+
+        return entered()
+
+    def wait(self) -> None:
+        self.waiting = False
+
+    def call(self) -> None:
+        assert self.stream == "default" or not self.waiting, "reads what another stream has not made yet"
+        self.calls += 1
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_what_is_timed_has_been_made_before(
+    kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: bool
+) -> None:
+    """Streams of PyTorch do not wait for the default one, where tensors are filled: block tables among them."""
+    streams = Streams()
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 6.0)
+    for name, made in {
+        "synchronize": streams.wait,
+        "Stream": lambda: "side",
+        "stream": streams.enter,
+        "CUDAGraph": lambda: SimpleNamespace(replay=streams.call),
+        "graph": lambda captured, stream: streams.enter(stream),
+        "Event": lambda enable_timing: event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, made)
+    assert milliseconds(Place(kernels, tmp_path, "sm90"), [streams.call] * 3, rounds=1, graph=graph) == 2.0
+    assert streams.calls > 9
+
+
+def test_a_sanitizer_that_reaches_no_gpu_is_left_out(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container that keeps debuggers off, say: no kernel is accused."""
+    tool, record = tmp_path / "compute-sanitizer", Checks()
+    tool.write_text('#!/bin/sh\necho "========= Error: Device not supported. Please refer to"\nexit 9\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(LeftOutError, match="compute-sanitizer: Device not supported"):
+        sanitizer_part.run(place, record)
+    assert not record.failed
+    tool.write_text("#!/bin/sh\necho 3 passed\nexit 9\n")
+    sanitizer_part.run(place, record)
+    assert record.failed == set(sanitizer_part.TOOLS)
 
 
 def test_a_prepared_folder_has_the_library_of_fibers(kernels: Path) -> None:

@@ -6,7 +6,7 @@ import ctypes
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from engines.bundle import EngineBundle
 from engines.compile import build
 from engines.kernels.cuda import HOST_FILE, device, layout
 from engines.kernels.cuda import library as device_library
+from engines.kernels.cuda.library import DeviceStep, StepResults
 from engines.kernels.cuda.plan import PLAN_FILE, VERSION, LaunchPlan
 from engines.load import at_level, find_target, load, open_probe, runs_here
 from engines.protocol import Draw, Engine, Entry, Filters, Finish, FloatArray, Result
@@ -737,6 +738,39 @@ def test_planted_memory_that_two_steps_share_is_found(
         except DeviceError as error:
             found = error.found
     assert message in found
+
+
+class PackedSteps:
+    """A device that keeps what it is given, and chooses token 0."""
+
+    def __init__(self) -> None:
+        self.steps: list[DeviceStep] = []
+
+    def begin(self, step: DeviceStep, *, ranking: bool, logits: bool) -> Callable[[], StepResults]:
+        self.steps.append(step)
+        return lambda: StepResults(np.zeros(len(step.rows), np.int64))
+
+    def copy_block(self, source: int, target: int, tokens: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("counts", "few"),
+    [([3] * 200 + [1] * 56, 1), ([4] * 128, 4), ([4] * 129, 1), ([30, 1, 4, 2, 300, 1], 4), ([30, 300], 0)],
+)
+def test_sequences_that_are_cut_into_parts_lie_where_there_is_room_for_parts(
+    bundle: Artifact[EngineBundle], counts: list[int], few: int
+) -> None:
+    """Kernels write parts of attention at the places of their tokens."""
+    kept, io, own = PackedSteps(), bundle.record.io, -(-max(counts) // 64)
+    engine = cuda_engine.CudaEngine(kept, io, digest="", blocks=own * len(counts), threads=1)
+    batch = [Entry([5] * count, 0, range(own * n, own * (n + 1))) for n, count in enumerate(counts)]
+    assert not [one.error for one in engine.step(batch) if one.error]
+    (step,) = kept.steps
+    ends = [int(step.offsets[n + 1]) for n, count in enumerate(np.diff(step.offsets)) if count <= step.few_tokens]
+    assert step.few_tokens == few and len(ends) == sum(count <= few for count in counts)
+    assert max(ends, default=0) <= layout.FEW_ROWS
 
 
 def read(found: dict[int, list[int]], order: list[int], finish: Finish) -> None:

@@ -23,7 +23,7 @@ from tapeout.schemes import Scheme
 
 TOKENS = (1, 8, 16, 32, 64, 128, 512, 2048)
 CACHE_BYTES = 256 << 20  # weights that take turns are together larger than any cache
-CHECKED = 512  # output channels whose weights are packed here for the check
+CHECKED = 1024  # output channels whose weights are packed here for the check: blocks of many tokens for half of a GPU
 ROUNDING = 2e-3  # relative to the largest output: activations have 11 bits
 GROUP = 64
 

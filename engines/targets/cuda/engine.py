@@ -114,7 +114,7 @@ class CudaEngine:
         step = self._last = _BegunStep(batch, errors)
         for run in cut:
             step.wait()
-            ordered = sorted(run, key=lambda piece: len(piece.tokens) > FEW_TOKENS)  # see FEW_ROWS
+            ordered = sorted(run, key=lambda piece: len(piece.tokens))  # see FEW_ROWS
             packed = self._packed(ordered, batch, step.ranked)
             ranking = packed.draws is not None and any(step.ranked[piece.entry] is not None for piece in run)
             logits = any(step.takes_logits[piece.entry] for piece in run)

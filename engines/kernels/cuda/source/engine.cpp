@@ -324,11 +324,22 @@ static StepInputs whole_bucket(const Engine* e, int bucket) {
   return step;
 }
 
+/* A step of a prompt, of more tokens than any has: only its kernels are found. */
+static StepInputs whole_prompt(void) {
+  StepInputs step = {};
+  step.M = step.keys = step.most_tokens = 1 << 20;
+  step.B = step.P = 1;
+  return step;
+}
+
+/* All kernels are found before: a driver loads one when it is first asked for, which waits for the device and takes
+   memory. */
 static int capture(Engine* e) {
+  const StepInputs prompt = whole_prompt();
+  if (run_operations(e, &prompt, false, e->settings.operation_count, nullptr)) return e->failure;
   for (int i = 0; i < e->settings.bucket_count; i++) {
     const StepInputs step = whole_bucket(e, e->buckets[i]);
-    if (run_operations(e, &step, false, e->settings.operation_count, nullptr))
-      return e->failure; /* kernels are loaded before */
+    if (run_operations(e, &step, false, e->settings.operation_count, nullptr)) return e->failure;
     void* graph = nullptr;
     CALL(cuStreamBeginCapture_v2, e->stream, CAPTURE_THIS_THREAD);
     const int failed = run_operations(e, &step, true, e->settings.operation_count, nullptr);
