@@ -274,6 +274,14 @@ def test_a_slash_at_the_end_changes_nothing(site: Site, method: str, path: str, 
         assert answer.json()["error"]["type"] == "not_found_error"
 
 
+@pytest.mark.parametrize("path", ["/", "/live", "/health", "/ready", "/metrics", "/version", "/v1/models"])
+@pytest.mark.parametrize(("method", "status"), [("GET", "2xx"), ("HEAD", "2xx"), ("PUT", "4xx")])
+def test_every_route_is_counted_by_its_path(site: Site, method: str, path: str, status: str) -> None:
+    before = site.counted().get((path, method, status), 0)
+    site.http.request(method, path)
+    wait_for(lambda: site.counted().get((path, method, status), 0) == before + 1, seconds=10)
+
+
 def test_a_path_of_a_key_needs_it_with_a_slash_too(site: Site) -> None:
     for path in ("/live", "/live/", "/v1/models/", "//v1/models"):
         assert site.http.get(path, headers={"authorization": ""}).status_code == 401
