@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
@@ -152,6 +153,28 @@ def test_headers_without_an_end_are_refused(site: Site) -> None:
         time.sleep(0.05)
         connection.sendall(b"x" * (LIMITS.header_bytes + 1))
         assert b" 431 " in answered(connection)
+
+
+@pytest.mark.parametrize("sent", [b"X-Name: value\r\n", b"x" * 50])
+def test_headers_behind_a_body_without_an_end_are_cut_off(site: Site, sent: bytes) -> None:
+    """Long before the body's time is over."""
+    said = b""
+    with site.connect() as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(BEGUN + b"Authorization: Bearer secret\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n")
+        for _ in range(1000):
+            connection.sendall(sent * 10)
+        said = answered(connection)
+    assert not said
+
+
+def test_a_body_may_come_in_many_chunks(site: Site) -> None:
+    body = b'{"prompt": "' + b"x" * 500 + b'", "max_tokens": 1, "truncate_prompt_tokens": 8}'
+
+    def pieces() -> Iterator[bytes]:
+        for byte in body:
+            yield bytes([byte])
+
+    assert site.http.post("/v1/completions", content=pieces()).status_code == 200
 
 
 def test_requests_one_after_the_other_keep_their_connection(site: Site) -> None:
