@@ -25,6 +25,7 @@ from quantization.stored import (
     Stored,
     channels_of_block,
     check,
+    mapping,
     quantized_modules,
     stored_name,
 )
@@ -116,7 +117,7 @@ def _method(config: Any) -> Callable[[str, Mapping[str, Any]], Declared] | None:
         return _fp8_declared
     if name == MXFP4:
         return lambda module, config: Declared(MXFP4, "group", (None, BLOCK))
-    sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
+    sparse = mapping("sparsity_config", config.get("sparsity_config")).get("format", "dense") != "dense"
     plain = config.get("format") in (*compressed.LAYOUTS, MIXED) and not config.get("transform_config") and not sparse
     return compressed.declared if name in ("compressed-tensors", None) and plain else None
 

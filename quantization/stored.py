@@ -376,6 +376,13 @@ def whole(name: str, value: Any) -> int:
     return value
 
 
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """``value`` of quantization_config; what is null or missing is empty."""
+    if value is not None and not isinstance(value, Mapping):
+        raise QuantizationError(f"quantization_config says {name} {value!r}", expected="a JSON object", remedy=REMEDY)
+    return value or {}
+
+
 def channels_of_block(name: str, value: Any) -> tuple[int, int]:
     """``value`` of quantization_config, the output and input channels that share a scale."""
     if not isinstance(value, list | tuple) or len(value) != 2:

@@ -120,6 +120,23 @@ def another_argument(draw: st.DrawFn, tensors: Tensors, name: str, config: dict[
     arguments[key] = draw(st.sampled_from(values))
 
 
+def another_structure(draw: st.DrawFn, tensors: Tensors, name: str, config: dict[str, Any]) -> None:
+    """A value of the config, however deep, is of another kind."""
+    places: list[tuple[Any, Any]] = []
+
+    def look(node: Any) -> None:
+        for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+            places.append((node, key))
+            look(node[key])
+
+    config.setdefault("sparsity_config", None)
+    look(config)
+    node, key = draw(st.sampled_from(places))
+    node[key] = draw(
+        st.sampled_from([None, 3, "x", "re:[", [], ["re:["], [3], [["group"]], {}, {"a": 1}, {"a": {"b": []}}])
+    )
+
+
 MUTATIONS: list[Mutation] = [
     another_type,
     another_type_of_bytes,
@@ -132,4 +149,5 @@ MUTATIONS: list[Mutation] = [
     left_over,
     another_block,
     another_argument,
+    another_structure,
 ]

@@ -85,8 +85,14 @@ def get_version(client: MlflowClient, name: str, number: int) -> ModelVersion:
     version = existing(client.get_model_version, name, str(number))
     if version is None:
         known = sorted(int(v.version) for v in client.search_model_versions(f"name='{name}'"))
+        if not known:
+            get_model(client, name)  # whose error says so where the model is not there either
         raise UnknownVersionError(
-            f"{name} has no version {number}", expected=f"one of {', '.join(map(str, known)) or 'none'}"
+            f"{name} has no version {number}",
+            expected=f"one of {', '.join(map(str, known))}"
+            if known
+            else "a version that was registered; there is none",
+            remedy="" if known else "run `dvc repro register`",
         )
     return version
 

@@ -42,13 +42,13 @@ class Passages:
 
 
 def letters(text: str) -> str:
-    """Letters and digits of a text, in lower case and in one encoding.
+    """Letters and digits of a text, in lower case and in one encoding. Symbols count too: Braille has nothing else.
 
     >>> letters("Ｃafe\\u0301,  1990 – naïve")
     'café1990naïve'
     """
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return "".join(filter(str.isalnum, folded))
+    return "".join(letter for letter in folded if letter.isalnum() or unicodedata.category(letter) == "So")
 
 
 class Runs(NamedTuple):

@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from quantization.checkpoint_formats import FLOAT_STORED, Parameter, ParameterPlace
-from quantization.stored import REMEDY, Declared, channels_of_block, whole
+from quantization.stored import REMEDY, Declared, channels_of_block, mapping, whole
 from tapeout.errors import QuantizationError
 from tapeout.formats import formats
 from tapeout.integers import Integers
@@ -160,7 +160,7 @@ def declared(module: str, config: Mapping[str, Any]) -> Declared:
         "group": lambda: (1, whole("group_size", size)),
         "block": lambda: channels_of_block("block_structure", weights.get("block_structure")),
     }
-    if strategy not in blocks:
+    if not isinstance(strategy, str) or strategy not in blocks:
         raise QuantizationError(
             f"quantization_config says one scale per {strategy} for the weight of {module}",
             expected=f"one of {', '.join(blocks)}",
@@ -178,17 +178,37 @@ def declared(module: str, config: Mapping[str, Any]) -> Declared:
 
 def _group_of(module: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The one of ``config_groups`` that says how the weight of a module is stored, and its arguments of weights."""
-    for group in (config.get("config_groups") or {}).values():
-        for target in group.get("targets", ()):
-            pattern = target.removeprefix("re:")
-            named = re.match(pattern, module) if target != pattern else module.endswith(target)
-            if (named or target == "Linear") and group.get("weights"):
-                return group, group["weights"]
+    for name, value in mapping("config_groups", config.get("config_groups")).items():
+        group = mapping(name, value)
+        weights = mapping("weights", group.get("weights"))
+        if weights and any(target == "Linear" or _is_named(module, target) for target in _targets(group)):
+            return group, weights
     raise QuantizationError(
         f"quantization_config does not say how the weight of {module} is stored",
         expected="a group of config_groups whose targets match it",
         remedy="complete config.json",
     )
+
+
+def _targets(group: Mapping[str, Any]) -> list[str]:
+    targets: Any = group.get("targets", [])
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in cast("list[Any]", targets)):
+        raise QuantizationError(
+            f"quantization_config says targets {targets!r}", expected="a list of texts", remedy=REMEDY
+        )
+    return cast("list[str]", targets)
+
+
+def _is_named(module: str, target: str) -> bool:
+    pattern = target.removeprefix("re:")
+    if target == pattern:
+        return module.endswith(target)
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise QuantizationError(
+            f"quantization_config has the target {target!r}: {error}", expected="a regular expression", remedy=REMEDY
+        ) from error
 
 
 def unpacked(module: str, tensors: Tensors, declared: Declared) -> Coded:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -230,8 +231,13 @@ def _parse(constraint: Constraint) -> Any:
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
+    def finite(text: str) -> float:
+        if math.isinf(number := float(text)):
+            raise ValueError(f"{text[:40]} is too large")
+        return number
+
     try:
-        return json.loads(constraint.text, parse_constant=refuse)
+        return json.loads(constraint.text, parse_constant=refuse, parse_float=finite)
     except (ValueError, RecursionError) as error:
         raise RequestError(
             f"a {constraint.kind} constraint that is not JSON: {one_line(error, 200)}", expected="JSON"

@@ -7,6 +7,7 @@ Dataclasses have slots: without them msgspec leaves out what it has itself fille
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
@@ -27,6 +28,7 @@ MOST_KEYS = 4096  # that came, and as many that went, in one report
 WHOLE_KEY_BYTES = 32  # where state is found by it
 MOST_STATE_BYTES = 1 << 27  # of one block or snapshot
 CHECKSUM_BYTES = 16
+LARGEST = sys.float_info.max  # a whole number can be larger, and is no float then
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,13 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         valid = {
-            "temperature": (0 <= self.temperature < float("inf"), "a finite number of at least 0 (0 is greedy)"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 keeps every token)"),
+            "temperature": (0 <= self.temperature <= LARGEST, "a finite number of at least 0 (0 is greedy)"),
+            "top_k": (0 <= self.top_k < 1 << 63, "at least 0 (0 keeps every token), and below 2**63"),
             "top_p": (0 <= self.top_p <= 1, "between 0 and 1 (0 is greedy)"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "presence_penalty": (-2 <= self.presence_penalty <= 2, "between -2 and 2"),
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "more than 0 (1 is no penalty)"),
+            "repetition_penalty": (0 < self.repetition_penalty <= LARGEST, "more than 0 (1 is no penalty)"),
             "logit_bias": (all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "between -100 and 100"),
             "seed": (self.seed is None or 0 <= self.seed < 1 << 64, "at least 0 and below 2**64"),
         }

@@ -133,6 +133,8 @@ def test_every_stop_token_is_found(tmp_path: Path) -> None:
         ('{"temperature": Infinity}', "temperature is inf"),
         ('{"min_p": [0]}', r"min_p is \[0\]"),
         ('{"repetition_penalty": 0}', "repetition_penalty is 0"),
+        ('{"top_k": 9223372036854775808}', "top_k is 9223372036854775808"),  # no request of it can be sent
+        (f'{{"temperature": 1{"0" * 400}}}', "temperature is 1"),
     ],
 )
 def test_sampling_defaults_that_no_request_may_have_are_refused(tmp_path: Path, config: str, said: str) -> None:

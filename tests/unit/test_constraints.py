@@ -219,6 +219,7 @@ def test_a_completed_grammar_ends_the_response_whatever_the_minimum() -> None:
         (Constraint("json_schema", "[1]"), "of type list"),
         (Constraint("json_schema", '{"type": NaN}'), "NaN is not JSON"),
         (Constraint("json_schema", '{"type":"object"}},{"lark_grammar":"start: /x/"'), "is not JSON"),
+        (Constraint("json_schema", '{"type":"string","maxLength":1e999}'), "1e999 is too large"),
         (Constraint("json_schema", '{"type":"nothing"}'), "Invalid type"),
         (Constraint("json_schema", '{"type":"array","uniqueItems":true}'), "uniqueItems"),
         (

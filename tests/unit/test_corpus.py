@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import string
 import tempfile
 from pathlib import Path
@@ -159,6 +160,15 @@ def test_whatever_is_shared_is_found(shared: str, around: tuple[str, str, str, s
     one, other = f"{around[0]} {shared} {around[1]}", f"{around[2]} {shared} {around[3]}"
     enough = len(letters(f"a{shared}a")) - 2 >= RUN_LETTERS
     assert not enough or Passages([one]).shared_with(other)
+
+
+@pytest.mark.parametrize("first", [0x2801, 0x1F600])  # Braille, emoji
+def test_texts_of_symbols_alone_can_share_a_passage(first: int) -> None:
+    shared, one, other = (
+        "".join(chr(first + random.Random(seed).randrange(60)) for _ in range(80)) for seed in range(3)
+    )
+    assert Passages([one + shared]).shared_with(shared + other)
+    assert not Passages([one + shared]).shared_with(other)
 
 
 def test_a_run_of_letters_has_an_exact_length() -> None:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from evals.kinds.shadow import ShadowBounds, ShadowSettings
 from evals.kinds.tasks import TaskBounds, TaskSettings
 from evals.kinds.text import TextBounds
+from pipeline.cli.main import main
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipes import shipped
 from tapeout.errors import RecipeError
@@ -57,6 +58,16 @@ def test_a_shipped_recipe_is_valid_and_default_leads_back(name: str, tmp_path: P
     assert (load_recipe(changed) == load_recipe(ROOT / "params.yaml")) is (name == "default")
     changed.write_text(shipped.overlay("default", changed))
     assert load_recipe(changed) == load_recipe(ROOT / "params.yaml")
+
+
+def test_written_recipes_keep_the_ends_of_lines(tmp_path: Path) -> None:
+    """Else an editor of Windows and git would show every line as changed."""
+    unix, windows = tmp_path / "unix.yaml", tmp_path / "windows.yaml"
+    unix.write_bytes((ROOT / "params.yaml").read_bytes())
+    windows.write_bytes(unix.read_bytes().replace(b"\n", b"\r\n"))
+    for path in (unix, windows):
+        assert main(["recipe", "w4-awq", "--write", "--params", str(path)]) == 0
+    assert windows.read_bytes() == unix.read_bytes().replace(b"\n", b"\r\n")
 
 
 @pytest.mark.parametrize("first", shipped.names())

@@ -28,7 +28,7 @@ from pipeline.registry.bundle_store import store_folder
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register
 from pipeline.registry.release import Release
-from pipeline.registry.versions import model_id_of
+from pipeline.registry.versions import get_version, model_id_of
 from tapeout.artifact import Artifact, canonical_json, load
 from tapeout.errors import ArtifactError, EvidenceError, RegistryError
 from tapeout.observations import Observation, ObservationLog
@@ -332,6 +332,11 @@ def test_a_bundle_of_another_machine_is_pulled(
 def test_mistakes_are_named(client: Any, submit: Callable[..., Artifact[Release]], tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="no model 'nobody'"):
         promote(judged.recipe(register={"model_name": "nobody"}))
+    with pytest.raises(RegistryError, match=r"(?s)no model 'nobody'.*dvc repro register"):
+        get_version(client, "nobody", 7)
+    client.create_registered_model("empty")
+    with pytest.raises(RegistryError, match=r"(?s)empty has no version 7.*there is none"):
+        get_version(client, "empty", 7)
     submit("one")
     with pytest.raises(RegistryError, match="no version 7"):
         promote(RECIPE, version=7)

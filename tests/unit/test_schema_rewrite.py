@@ -272,6 +272,20 @@ def test_what_cannot_be_enforced_is_refused_before_a_response(schema: Any, messa
         compiler().compile(Constraint("json_schema", json.dumps(schema)))
 
 
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "minLength": 1.0, "maxLength": 2e0}, "ab", "abc"),
+        ({"items": {"enum": ["a", "b"]}, "type": "array", "uniqueItems": True, "minItems": 1.0}, ["a"], []),
+        ({"type": "object", "propertyNames": {"maxLength": 1.0}}, {"a": 1}, {"ab": 1}),
+        (PAIR | {"minProperties": 1.0}, {"a": 1}, {}),
+        ({"type": "array", "not": {"minItems": 2.0}}, [1], [1, 2]),
+    ],
+)  # fmt: skip
+def test_counts_may_be_written_as_floats(schema: Any, good: Any, bad: Any) -> None:
+    assert accepts(schema, good) and not accepts(schema, bad)
+
+
 def test_a_schema_that_grows_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "MOST_SCHEMAS", 50)
     branches = [{"required": [f"a{i}"]} for i in range(10)]

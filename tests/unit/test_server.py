@@ -389,6 +389,17 @@ def test_special_tokens_in_messages_are_text(server: Served, content: Any, place
     assert server.service.text.decode(plain) == server.service.text.decode(special)
 
 
+def test_a_text_of_all_characters_for_private_use_is_refused(server: Served) -> None:
+    """One of them marks where special tokens are spelt."""
+    every = "".join(map(chr, range(0xE000, 0xF900)))
+    body: Any = {"messages": [{"role": "user", "content": every[:-1]}]}
+    assert server.post("/tokenize", body).status_code == 200
+    body["messages"][0]["content"] = every
+    answer = server.post("/tokenize", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+    assert server.post("/tokenize", body | {"parse_special_tokens": True}).status_code == 200
+
+
 # Values at the edge of what OpenAI's API allows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
@@ -154,6 +155,28 @@ def test_headers_without_an_end_are_refused(site: Site) -> None:
         assert b" 431 " in answered(connection)
 
 
+@pytest.mark.parametrize("sent", [b"X-Name: value\r\n", b"x" * 50])
+def test_headers_behind_a_body_without_an_end_are_cut_off(site: Site, sent: bytes) -> None:
+    """Long before the body's time is over."""
+    said = b""
+    with site.connect() as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(BEGUN + b"Authorization: Bearer secret\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n")
+        for _ in range(1000):
+            connection.sendall(sent * 10)
+        said = answered(connection)
+    assert not said
+
+
+def test_a_body_may_come_in_many_chunks(site: Site) -> None:
+    body = b'{"prompt": "' + b"x" * 500 + b'", "max_tokens": 1, "truncate_prompt_tokens": 8}'
+
+    def pieces() -> Iterator[bytes]:
+        for byte in body:
+            yield bytes([byte])
+
+    assert site.http.post("/v1/completions", content=pieces()).status_code == 200
+
+
 def test_requests_one_after_the_other_keep_their_connection(site: Site) -> None:
     with site.connect() as connection:
         for part in (WHOLE, WHOLE[:9], WHOLE[9:], WHOLE):
@@ -272,6 +295,14 @@ def test_a_slash_at_the_end_changes_nothing(site: Site, method: str, path: str, 
     assert answer.status_code != 405 or answer.headers["allow"]
     if status == 404:
         assert answer.json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("path", ["/", "/live", "/health", "/ready", "/metrics", "/version", "/v1/models"])
+@pytest.mark.parametrize(("method", "status"), [("GET", "2xx"), ("HEAD", "2xx"), ("PUT", "4xx")])
+def test_every_route_is_counted_by_its_path(site: Site, method: str, path: str, status: str) -> None:
+    before = site.counted().get((path, method, status), 0)
+    site.http.request(method, path)
+    wait_for(lambda: site.counted().get((path, method, status), 0) == before + 1, seconds=10)
 
 
 def test_a_path_of_a_key_needs_it_with_a_slash_too(site: Site) -> None:

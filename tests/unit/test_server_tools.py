@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import ValidationError, validate
+from jsonschema import Draft202012Validator, ValidationError, validate
 
 from runtime.gateway.http import chat
 from runtime.gateway.protocol.bodies import CalledTool, FunctionCall, Message, NamedFunction, NamedTool, Tool
@@ -29,6 +29,7 @@ from runtime.gateway.text.tools import (
 )
 from tests.http_server import END_TOKEN, MODEL, VOCAB, Served, byte_tokenizer, ids, serving
 from tests.serving_client import ScriptEngine
+from tests.unit.test_schema_rewrite import accepts
 
 WEATHER: Any = {
     "type": "function",
@@ -262,10 +263,32 @@ def test_references_of_a_tool_mean_its_own_schema() -> None:
                     validate([{"name": name, "parameters": wrong}], schema)
 
 
-def test_a_tool_that_refers_to_nothing_is_named() -> None:
+NAMED = NamedTool(type="function", function=NamedFunction(name="a"))
+
+
+@pytest.mark.parametrize("choice", [None, NAMED])
+def test_a_tool_that_refers_to_nothing_is_named(choice: NamedTool | None) -> None:
     function = {"name": "a", "parameters": {"properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": 5}}
     with pytest.raises(ApiError, match="the tool 'a': a reference to '#/\\$defs/x'"):
-        required_call([Tool.model_validate({"type": "function", "function": function})], None, True)
+        required_call([Tool.model_validate({"type": "function", "function": function})], choice, True)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"x": {"type": "integer"}}},  # without a type, which is often left out
+        {"properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "integer"}}},
+        {"type": ["object", "null"], "properties": {"x": {"type": "integer"}}},
+        {"anyOf": [{"properties": {"x": {"type": "integer"}}, "type": "object"}, {"type": "string"}]},
+    ],
+)
+def test_arguments_are_an_object_whatever_the_schema_allows_besides(parameters: Any) -> None:
+    """Anything else is no call that a client could read, so it would be lost."""
+    tool = Tool.model_validate({"type": "function", "function": {"name": "a", "parameters": parameters}})
+    for value, valid in (({"x": 1}, True), ({"x": "1"}, False), (3, False), ("x", False), (None, False), ([], False)):
+        whole = json.loads(required_call([tool], None, True).text)
+        assert Draft202012Validator(whole).is_valid([{"name": "a", "parameters": value}]) == valid
+        assert accepts(json.loads(required_call([tool], NAMED, True).text), value) == valid
 
 
 # Over HTTP: the engine says what the script holds.

@@ -134,7 +134,8 @@ def recipe(
         return
     text = shipped.overlay(name, params)
     if write:
-        params.write_text(text)
+        ends = "\r\n" if b"\r\n" in params.read_bytes() else "\n"  # as the file has them
+        params.write_text(text, encoding="utf-8", newline=ends)
         typer.echo(f"{params} now holds {name}; run `make repro`")
     else:
         typer.echo(text, nl=False)

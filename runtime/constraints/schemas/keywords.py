@@ -77,6 +77,18 @@ FORMATS = frozenset(
         "uuid",
     )
 )
+COUNTS = frozenset(
+    (
+        "maxContains",
+        "maxItems",
+        "maxLength",
+        "maxProperties",
+        "minContains",
+        "minItems",
+        "minLength",
+        "minProperties",
+    )
+)
 TYPES = ("null", "boolean", "number", "string", "array", "object")  # integers are numbers
 
 ONE_SCHEMA = frozenset(
@@ -158,8 +170,7 @@ SHAPES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(ASSERTIONS & ONE_SCHEMA, _schema),
     **dict.fromkeys(ASSERTIONS & LISTED_SCHEMAS, _schemas),
     **dict.fromkeys(ASSERTIONS & NAMED_SCHEMAS, _named_schemas),
-    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _count),
-    **dict.fromkeys(("minProperties", "maxProperties", "minContains", "maxContains"), _count),
+    **dict.fromkeys(COUNTS, _count),
     **dict.fromkeys(("minimum", "maximum"), _number),
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), lambda value: isinstance(value, bool) or _number(value)),
     **dict.fromkeys(("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef"), _text),

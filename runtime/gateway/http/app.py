@@ -59,8 +59,8 @@ def create_app(
         openapi_url=None,
     )
     app.state.service = service
-    for router in routers:
-        app.include_router(router)
+    for router in routers:  # FastAPI's include_router would hide them from HttpMetrics
+        app.router.routes.extend(router.routes)
     routes: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/chat/completions", chat),
         ("POST", "/v1/completions", completions),

@@ -68,7 +68,8 @@ class _Connection(HttpToolsProtocol):
         self._limits, self._malformed = limits, malformed
         self._late: asyncio.TimerHandle | None = None  # of headers, or of a connection that is being closed
         self._unread: asyncio.TimerHandle | None = None
-        self._in_headers, self._header_bytes = False, 0
+        self._in_headers, self._in_body = False, False
+        self._unused_bytes = 0  # since the begin or the end of headers, or a piece of a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -83,14 +84,16 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        inside = self._in_headers
+        self._unused_bytes += len(data)
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if inside and self._in_headers:
-            self._header_bytes += len(data)
-            if self._header_bytes > self._limits.header_bytes:
+        if self._unused_bytes > self._limits.header_bytes:
+            if self._in_headers:
                 self._refuse(431, f"the headers have more than {self._limits.header_bytes} bytes")
+                return
+            if self._in_body:  # headers behind a body that comes in chunks: nobody reads them, and they are kept
+                self.transport.abort()
                 return
         # uvicorn counts an idle connection from its last byte, and one of line breaks is for ever idle.
         if self._late is None and self._unoccupied:
@@ -111,16 +114,24 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_headers, self._header_bytes = True, 0
+        self._in_headers, self._unused_bytes = True, 0
 
     def on_url(self, url: bytes) -> None:
         # A path with bytes beyond ASCII is routed like one that has them escaped.
         super().on_url(url if url.isascii() else quote(url, safe=bytes(range(128))).encode())
 
     def on_headers_complete(self) -> None:
-        self._in_headers = False
+        self._in_headers, self._in_body, self._unused_bytes = False, True, 0
         self._forget_headers()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unused_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

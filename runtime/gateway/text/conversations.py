@@ -60,7 +60,10 @@ def opening_of(messages: Sequence[Message]) -> bytes:
 def _unused(text: str) -> str:
     """A character for private use (U+E000 and on) that is not in ``text``."""
     present = set(text)
-    return next(mark for mark in map(chr, range(0xE000, 0xF8FF)) if mark not in present)
+    for mark in map(chr, range(0xE000, 0xF900)):
+        if mark not in present:
+            return mark
+    raise invalid("the text has every character from U+E000 to U+F8FF; expected: one of them left out", "messages")
 
 
 def variables_of(model: TextModel, effort: str | None, variables: Mapping[str, Any] | None) -> dict[str, Any]:

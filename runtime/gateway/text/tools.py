@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from runtime.constraints.schemas.references import self_contained
+from runtime.constraints.schemas.references import SelfContained, self_contained
 from runtime.gateway.protocol.bodies import NamedTool, Tool
 from runtime.gateway.protocol.errors import invalid
 from runtime.gateway.text.call_text import CallText, ValueEnd, call_of, parsed_json, value_end
@@ -245,14 +245,11 @@ def required_call(tools: Sequence[Tool], choice: NamedTool | None, parallel: boo
         tool = next((tool for tool in tools if tool.function.name == choice.function.name), None)
         if tool is None:
             raise invalid(f"tool_choice names {choice.function.name!r}, which is not in tools", "tool_choice")
-        return Constraint("json_schema", json.dumps(_parameters(tool)))
+        return Constraint("json_schema", json.dumps(_arguments(tool).joined()))
     definitions: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     for place, tool in enumerate(tools):
-        try:
-            schema, needed = self_contained(_parameters(tool), prefix=f"{place}.")
-        except RequestError as error:
-            raise invalid(f"the tool {tool.function.name!r}: {error.found}", "tools") from error
+        schema, needed = _arguments(tool, prefix=f"{place}.")
         definitions |= needed
         properties: dict[str, Any] = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": schema}
         calls.append(
@@ -267,8 +264,16 @@ def required_call(tools: Sequence[Tool], choice: NamedTool | None, parallel: boo
     return Constraint("json_schema", json.dumps(several | ({} if parallel else {"maxItems": 1})))
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+def _arguments(tool: Tool, prefix: str = "") -> SelfContained:
+    """The schema of a tool's arguments. They are an object, also where the tool's own schema allows other values."""
+    parameters = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    try:
+        schema, definitions = self_contained(parameters, prefix)
+    except RequestError as error:
+        raise invalid(f"the tool {tool.function.name!r}: {error.found}", "tools") from error
+    if schema.get("type") != "object":
+        schema = {"type": "object", "allOf": [schema]}
+    return SelfContained(schema, definitions)
 
 
 def _listed(
