@@ -43,7 +43,7 @@ from runtime.wire.messages import (
     WatchBlocks,
 )
 from runtime.wire.session import Session
-from tapeout.errors import RequestError, TapeoutError
+from tapeout.errors import RequestError, TapeoutError, one_line
 
 SEND_SECONDS = 10.0  # that a server has to read a report
 GREETING_SECONDS = 5.0  # that it has to prove its key
@@ -340,7 +340,7 @@ class Connections:
         if self._open.pop(connection.socket.fileno(), None) is None:
             return
         if error is not None:
-            log.warning("the connection of a server is closed: %s", error)
+            log.warning("the connection of a server is closed: %s", one_line(error))
         self._arrived.unregister(connection.socket)
         if connection.sender is not None:
             connection.sender.close()  # first: its thread may be about to send

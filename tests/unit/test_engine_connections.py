@@ -1,0 +1,92 @@
+"""The engine's ends of its connections: nobody who connects ends the engine, or holds up the others."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.engine.connections import Connections
+from runtime.wire.failures import Failure
+from runtime.wire.messages import EngineInfo, ReadFile
+from runtime.wire.session import Session
+from tests.waiting import wait_for
+
+KEY = b"k" * 32
+INFO = EngineInfo("d" * 64, "name", 64, 12, 4, 8, 1, 1, frozenset(), files={"tokenizer.json": "s"})
+
+
+class Served:
+    """An engine's connections, and who connects to them."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.connections = Connections(INFO, folder, listener=self.listener, key=KEY)
+        self.ends: list[socket.socket] = []
+
+    def connect(self, key: bytes = KEY) -> tuple[socket.socket, Session]:
+        """One that has sent its greeting."""
+        end, session = socket.create_connection(self.listener.getsockname()), Session("server", key)
+        self.ends.append(end)
+        end.sendall(session.outgoing)
+        session.outgoing.clear()
+        self.connections.receive(1000)
+        return end, session
+
+    def server(self) -> tuple[socket.socket, Session]:
+        """One that has proven its key and heard the answer."""
+        end, session = self.connect()
+        messages = list[object]()
+        while not messages:
+            messages += session.receive(end.recv(1 << 16))
+            end.sendall(session.outgoing)
+            session.outgoing.clear()
+            self.connections.receive(1000)
+        assert messages == [INFO]
+        return end, session
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    found = Served(tmp_path)
+    yield found
+    found.connections.close()
+    for end in (*found.ends, found.listener):
+        end.close()
+
+
+def closed(served: Served, end: socket.socket) -> bool:
+    """By the engine, while it goes on."""
+    served.connections.receive(50)
+    end.setblocking(False)
+    try:
+        return not end.recv(1 << 16)
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("kind", ["Nonsense", "", "RuntimeError", "SignatureError"])
+def test_a_stranger_that_speaks_of_an_error_is_left_with_one_line(
+    served: Served, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has seen its key yet. Planted: the name of a class that there is not ends the engine."""
+    caplog.set_level(logging.WARNING)
+    end, session = served.connect(b"")
+    end.sendall(session.frame(Failure(kind, "found\n2026-01-01 ERROR a line of its own", "expected", "")))
+    wait_for(lambda: closed(served, end))
+    (record,) = caplog.records
+    assert "\n" not in record.getMessage()
+    served.server()
+
+
+def test_a_place_that_no_file_has_ends_one_connection(served: Served) -> None:
+    end, session = served.server()
+    end.sendall(session.frame(ReadFile("s", (1 << 64) - 1)))
+    wait_for(lambda: closed(served, end))
+    served.server()
