@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from runtime.engine.connections import Connections
+from runtime.gateway.engines import connection
+from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.engines.remote import RemoteEngine
 from runtime.wire.failures import Failure
 from runtime.wire.messages import EngineInfo, ReadFile
 from runtime.wire.session import Session
@@ -90,3 +94,24 @@ def test_a_place_that_no_file_has_ends_one_connection(served: Served) -> None:
     end.sendall(session.frame(ReadFile("s", (1 << 64) - 1)))
     wait_for(lambda: closed(served, end))
     served.server()
+
+
+def test_an_engine_that_falls_silent_before_its_files_have_come_is_left(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway admits engines one after another: no other one would ever be. Planted: it waits for ever."""
+    monkeypatch.setattr(connection, "PART_SECONDS", 0.2)
+
+    async def run() -> None:
+        engine = RemoteEngine(f"tcp:127.0.0.1:{served.listener.getsockname()[1]}", KEY, tmp_path / "cache")
+        opening = asyncio.ensure_future(engine.open(20))
+        while not opening.done():
+            await asyncio.to_thread(served.connections.receive, 50)
+        try:
+            with pytest.raises(EngineDownError, match="has sent no part of a file"):
+                async with asyncio.timeout(20):
+                    await engine.files()
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
