@@ -25,6 +25,7 @@ from tapeout.errors import TapeoutError, one_line
 
 LOOK_SECONDS = 0.5
 UNLIST_SECONDS = 2.0  # until all gateways have read the list again
+AGAIN_SECONDS = 5.0  # after an engine that does not open, until another one is tried
 HOST = "127.0.0.1"
 
 log = logging.getLogger(__name__)
@@ -45,29 +46,21 @@ class LocalFleet:
         self._moving: set[asyncio.Task[None]] = set()  # engines that start or end
         self._starting: Counter[Pool] = Counter()
         self._ids = map(str, count())
-        self._addresses: tuple[str, ...] = ()
+        self._addresses: tuple[str, ...] = ()  # that gateways can read
+        self._unwritten = ""  # why not
 
     async def run(self, ending: asyncio.Event) -> None:
         """Until ``ending``. :class:`TapeoutError` if an engine or a gateway cannot be opened at first."""
-        plan, gateways = self._plan.gateways, list[GatewayRunner]()
+        gateways = list[GatewayRunner]()
         try:
-            first = [self._add(pool) for pool, settings in self._pools.items() for _ in range(settings.least)]
-            for found in await asyncio.gather(*first, return_exceptions=True):
-                if found is not None:
-                    raise found
-            self._look()
-            for _ in range(plan.count):
-                gateways.append(
-                    GatewayRunner(
-                        self._listed,
-                        plan.host,
-                        plan.port,
-                        plan.count,
-                        plan.options,
-                        drain_seconds=self._plan.drain_seconds,
-                    )
-                )
-                await gateways[-1].start()
+            starting, ended = asyncio.ensure_future(self._start(gateways)), asyncio.ensure_future(ending.wait())
+            await asyncio.wait((starting, ended), return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if not starting.done():  # however long an engine takes to open
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                return
+            starting.result()
             while not ending.is_set():
                 for gateway in gateways:
                     gateway.require_healthy()
@@ -80,6 +73,27 @@ class LocalFleet:
                 task.cancel()
             await asyncio.gather(*self._moving, return_exceptions=True)
             await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
+
+    async def _start(self, gateways: list[GatewayRunner]) -> None:
+        """``gateways``: those that are started, and one that does not open."""
+        plan = self._plan.gateways
+        first = [self._add(pool) for pool, settings in self._pools.items() for _ in range(settings.least)]
+        for found in await asyncio.gather(*first, return_exceptions=True):
+            if found is not None:
+                raise found
+        self._look()
+        for _ in range(plan.count):
+            gateways.append(
+                GatewayRunner(
+                    self._listed,
+                    plan.host,
+                    plan.port,
+                    plan.count,
+                    plan.options,
+                    drain_seconds=self._plan.drain_seconds,
+                )
+            )
+            await gateways[-1].start()
 
     def _look(self) -> None:
         now = monotonic()
@@ -105,12 +119,19 @@ class LocalFleet:
 
     def _list(self, now: float) -> None:
         addresses = self._roster.addresses(now)
-        if addresses and addresses != self._addresses:
-            self._addresses = addresses
-            found = self._file.model_copy(update={"engines": addresses, "up": None})
-            part = self._listed.with_suffix(".part")
+        if not addresses or addresses == self._addresses:
+            return
+        found = self._file.model_copy(update={"engines": addresses, "up": None})
+        part = self._listed.with_suffix(".part")
+        try:
             part.write_text(yaml.safe_dump(found.model_dump(mode="json", exclude_none=True)))
             part.replace(self._listed)
+        except OSError as error:  # such as a full disk: gateways keep the list that they have
+            if self._unwritten != (why := one_line(error)):
+                log.error("the list of engines cannot be written: %s", why)
+            self._unwritten = why
+        else:
+            self._addresses, self._unwritten = addresses, ""
 
     async def _add(self, pool: Pool) -> None:
         engine = EngineRunner(
@@ -134,6 +155,7 @@ class LocalFleet:
             await self._add(pool)
         except TapeoutError as error:
             log.error("an engine does not open: %s", one_line(error))
+            await asyncio.sleep(AGAIN_SECONDS)  # else its tries would take the processors from those that serve
         finally:
             self._starting[pool] -= 1
 
