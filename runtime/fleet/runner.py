@@ -120,13 +120,16 @@ class Runner(ABC):
         begun = monotonic()
         self._lines.clear()
         command = await self._command()
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "runtime.fleet.guard", str(os.getpid())),
-            *(*COMMAND, *command, *self._options),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the others in turn
-            stderr=asyncio.subprocess.PIPE,
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "runtime.fleet.guard", str(os.getpid())),
+                *(*COMMAND, *command, *self._options),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for this process, which ends the others in turn
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:  # such as too many processes, or files
+            raise TapeoutError(f"the {self.kind} at {self.address} cannot be started: {one_line(error)}") from error
         self._reading = asyncio.create_task(self._read(self._process))
         while True:
             if self._process.returncode is not None:
@@ -191,11 +194,19 @@ class Runner(ABC):
         self._process = None
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """To its end, whatever is wrong with a line or with the log here: the process stops where nobody reads."""
         assert process.stderr is not None
-        async for line in process.stderr:
+        while True:
+            try:
+                line = await process.stderr.readline()
+            except ValueError:  # it is too long, and was dropped
+                continue
+            if not line:
+                return
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
-            print(text, file=sys.stderr, flush=True)
+            with suppress(OSError):  # such as a full disk
+                print(text, file=sys.stderr, flush=True)
 
 
 class EngineRunner(Runner):
