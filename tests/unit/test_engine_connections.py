@@ -6,16 +6,30 @@ import asyncio
 import logging
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from runtime.engine import connections
+from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.connections import Connections
+from runtime.engine.routing import RoutingReports
 from runtime.gateway.engines import connection
 from runtime.gateway.engines.client import EngineDownError
 from runtime.gateway.engines.remote import RemoteEngine
 from runtime.wire.failures import Failure
-from runtime.wire.messages import EngineInfo, ReadFile
+from runtime.wire.messages import (
+    Add,
+    Cancel,
+    Delta,
+    EngineInfo,
+    EngineLoad,
+    EngineStats,
+    GenerateRequest,
+    ReadFile,
+    StepReport,
+)
 from runtime.wire.session import Session
 from tests.waiting import wait_for
 
@@ -94,6 +108,68 @@ def test_a_place_that_no_file_has_ends_one_connection(served: Served) -> None:
     end.sendall(session.frame(ReadFile("s", (1 << 64) - 1)))
     wait_for(lambda: closed(served, end))
     served.server()
+
+
+REPORTS = 25  # more than sockets hold
+TOKENS = tuple(range(100_000, 260_000))
+
+
+def report(number: int) -> StepReport:
+    """To each of two servers 800 KB."""
+    return StepReport(tuple(Delta(id, (number, *TOKENS)) for id in "ab"), EngineStats())
+
+
+def asking(served: Served) -> list[tuple[socket.socket, Session]]:
+    """Two servers, each with a request."""
+    found = [served.server() for _ in "ab"]
+    for (end, session), id in zip(found, "ab", strict=True):
+        end.sendall(session.frame(Add(GenerateRequest(id, [1], 1), 0.0)))
+        wait_for(lambda: bool(served.connections.receive(50)))
+    return found
+
+
+def read(end: socket.socket, session: Session) -> list[int]:
+    """The reports that have come."""
+    found = list[StepReport]()
+    end.settimeout(0.02)
+    with suppress(TimeoutError):
+        while data := end.recv(1 << 20):
+            found += session.receive(data)
+    return [delta.tokens[0] for one in found for delta in one.deltas]
+
+
+def test_a_server_that_reads_nothing_holds_up_nobody(served: Served) -> None:
+    """Such as one that is stopped, or behind a link that is down. Planted: the engine waits for it, and then it is
+    given up, while all others hear nothing.
+    """
+    slow, other = asking(served)
+    routing = RoutingReports(BlockPool(8), BlockPool(8), EngineLoad)
+    heard = list[int]()
+    for number in range(REPORTS):
+        served.connections.send(report(number), routing)
+        heard += read(*other)
+    assert heard == [*range(REPORTS)] and served.connections.behind is False
+    late = list[int]()
+
+    def caught_up() -> bool:
+        late.extend(read(*slow))
+        served.connections.receive(50)  # as soon as there is room, not with the next report
+        return len(late) >= REPORTS
+
+    wait_for(caught_up, 30)
+    assert late == heard, "nothing is lost, and nothing comes twice"
+
+
+def test_a_server_that_reads_nothing_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, other = asking(served)
+    routing = RoutingReports(BlockPool(8), BlockPool(8), EngineLoad)
+    for number in range(REPORTS):
+        served.connections.send(report(number), routing)
+        read(*other)
+    monkeypatch.setattr(connections, "SEND_SECONDS", 0.0)
+    served.connections.send(report(REPORTS), routing)
+    assert served.connections.receive(50) == [Cancel("a")]
+    assert read(*other) == [REPORTS] and len(read(*slow)) < REPORTS
 
 
 def test_an_engine_that_falls_silent_before_its_files_have_come_is_left(
