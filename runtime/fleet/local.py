@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from runtime.fleet.released import released
+from runtime.fleet.released import RENEW_SECONDS, released
 from runtime.fleet.roster import SETTLE_SECONDS, Place, Roster
 from runtime.fleet.runner import EngineRunner, GatewayRunner
 from runtime.gateway.fleet.discovery import FleetFile
@@ -61,6 +61,7 @@ class LocalFleet:
                 await asyncio.gather(starting, return_exceptions=True)
                 return
             starting.result()
+            self._move(self._renew_left_out())
             while not ending.is_set():
                 for gateway in gateways:
                     gateway.require_healthy()
@@ -158,6 +159,16 @@ class LocalFleet:
             await asyncio.sleep(AGAIN_SECONDS)  # else its tries would take the processors from those that serve
         finally:
             self._starting[pool] -= 1
+
+    async def _renew_left_out(self) -> None:
+        """One after another: others take the places of engines that a release has left out."""
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            for id, engine in list(self._engines.items()):
+                left_out = await asyncio.to_thread(self._bundle.left_out, engine)
+                if left_out and self._engines.get(id) is engine:
+                    log.info("the engine at %s is started anew: no release has its bundle", engine.address)
+                    await self._remove(id, self._engines.pop(id))
 
     async def _remove(self, id: str, engine: EngineRunner) -> None:
         self._roster.leave(id)

@@ -226,6 +226,7 @@ class EngineRunner(Runner):
         self.pool: Pool = pool
         self._bundle, self._key_file, self._key = bundle, key_file, key
         self._left_at: float | None = None  # when it left to open another bundle
+        self.opened_at = 0.0  # when it was connected to, with the bundle that it has
         self._connection: RemoteEngine | None = None
         self._load = EngineLoad()
 
@@ -236,6 +237,11 @@ class EngineRunner(Runner):
     @property
     def answers(self) -> bool:
         return self._connection is not None and self._connection.serves
+
+    @property
+    def digest(self) -> str:
+        """Of its bundle; empty while it does not answer."""
+        return self._connection.info.digest if self._connection is not None and self._connection.serves else ""
 
     @property
     def report(self) -> EngineReport | None:
@@ -274,6 +280,7 @@ class EngineRunner(Runner):
             await connection.close()
             raise
         self._connection, self._load, self._left_at = connection, EngineLoad(), None
+        self.opened_at = monotonic()
         connection.watch(0, self._heard)
 
     async def _look(self) -> None:

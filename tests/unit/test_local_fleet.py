@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ import yaml
 from runtime.fleet import local
 from runtime.fleet.local import LocalFleet
 from runtime.gateway.fleet.discovery import FleetFile
+from runtime.gateway.fleet.release import PlanFile, ReleasePlan
 from tapeout.errors import TapeoutError
 from tests.waiting import until
+
+OLD, NEW = "a" * 8, "b" * 8
 
 
 class Process:
@@ -28,6 +32,7 @@ class Process:
         self.number, self.pool = len(Process.made), arguments[1] if len(arguments) > 1 else ""
         self.address, self.pid, self.report = f"tcp:127.0.0.1:{7000 + self.number}", 1, None
         self.stopped, self.broken = False, False
+        self.digest, self.opened_at = OLD, monotonic()
         Process.made.append(self)
 
     async def start(self) -> None:
@@ -57,7 +62,8 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalFleet:
     monkeypatch.setattr(local, "LOOK_SECONDS", 0.01)
     (tmp_path / "key").write_text("c" * 64)
     scaling = {"least": 2, "most": 2}
-    file = {"key": str(tmp_path / "key"), "up": {"bundle": "b", "name": "one"}, "scaling": scaling}
+    up, releases = {"bundle": "b", "name": "one"}, f"file:{tmp_path / 'plan.json'}"
+    file = {"key": str(tmp_path / "key"), "up": up, "scaling": scaling, "releases": releases}
     return LocalFleet(FleetFile.model_validate(file), tmp_path)
 
 
@@ -143,3 +149,26 @@ def test_an_engine_that_does_not_open_is_not_tried_all_the_time(
 
     asyncio.run(running(fleet, test))
     assert "its weights are damaged" in caplog.text
+
+
+def test_an_engine_that_no_release_has_seen_is_started_anew_with_its_bundle(
+    fleet: LocalFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one on standby: gateways do not list it. Planted: it keeps a bundle that gets no requests, and counts."""
+    monkeypatch.setattr(local, "RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(local, "AGAIN_SECONDS", 0.0)
+    plans = PlanFile(tmp_path / "plan.json")
+
+    async def test(ending: asyncio.Event, task: asyncio.Task[None]) -> None:
+        await until(lambda: len(Process.made) == 3)
+        plans.put(ReleasePlan(stable=OLD, candidate=NEW, phase="rolling"))
+        await asyncio.sleep(0.1)
+        assert len(Process.made) == 3, "both bundles get requests"
+        Process.made[0].digest = NEW  # which the release told
+        plans.put(ReleasePlan(stable=NEW, phase="done"))
+        await until(lambda: len(Process.made) == 4)
+        assert Process.made[1].stopped and not Process.made[0].stopped
+        await asyncio.sleep(0.1)
+        assert len(Process.made) == 4, "once, whatever it has then"
+
+    asyncio.run(running(fleet, test))
