@@ -50,6 +50,7 @@ CLOSE_SECONDS = 1.0  # and what is left of it at the end
 GREETING_SECONDS = 5.0  # that it has to prove its key
 MOST_STRANGERS = 16  # connections that have not
 RECEIVE_BYTES = 1 << 18
+RECEIVE_SECONDS = 0.05  # beyond that an engine looks at what has come once it has made a step
 BEAT_SECONDS = 0.25  # without a report, after which servers hear that the engine's process runs
 MOST_FETCHING = 16  # engines that fetch blocks at once
 
@@ -215,9 +216,12 @@ class Connections:
         return bool(self._abandoned or self._arrived.poll(0))
 
     def receive(self, milliseconds: int) -> list[EngineCommand]:
-        """The commands that have come, or come first within so many milliseconds."""
+        """The commands that have come, or come first within so many milliseconds. Of who sends without end, those of
+        :data:`RECEIVE_SECONDS`: others wait for a step.
+        """
         found, events = list[EngineCommand](), self._arrived.poll(0 if self._abandoned else milliseconds)
         self.quiet = not (events or self._abandoned)
+        until = monotonic() + RECEIVE_SECONDS
         while events:
             for descriptor, event in events:
                 connection = self._open.get(descriptor)
@@ -231,7 +235,7 @@ class Connections:
                     self._moves.awake()
                 else:
                     self._accept()
-            events = self._arrived.poll(0)
+            events = self._arrived.poll(0) if monotonic() < until else []
         if self._listener is not None:
             self._refuse_strangers()
         found += self._abandoned

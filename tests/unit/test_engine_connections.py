@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -170,6 +171,18 @@ def test_a_server_that_reads_nothing_is_given_up(served: Served, monkeypatch: py
     served.connections.send(report(REPORTS), routing)
     assert served.connections.receive(50) == [Cancel("a")]
     assert read(*other) == [REPORTS] and len(read(*slow)) < REPORTS
+
+
+def test_who_sends_without_end_does_not_stop_the_steps(served: Served) -> None:
+    """Planted: the engine reads until there is nothing more, and steps no more meanwhile."""
+    end, session = served.server()
+    flood = b"".join(session.frame(Cancel("x" * 100)) for _ in range(60_000))
+    sending = Thread(target=end.sendall, args=(flood,), daemon=True)
+    sending.start()
+    served.connections.receive(1000)
+    assert served.connections.waiting()
+    while served.connections.waiting() or sending.is_alive():
+        served.connections.receive(50)
 
 
 def test_an_engine_that_falls_silent_before_its_files_have_come_is_left(
