@@ -85,7 +85,9 @@ def serve(first: Start, start: Callable[[str], Start], listen: Callable[..., Reo
         try:
             wanted = start(asked.source) if asked.source else before
             asked = listen(wanted)
-            serving, before, notice = wanted, serving, ""
+            if wanted.bundle != serving.bundle:  # else it was told so again, by a command that goes on
+                before = serving
+            serving, notice = wanted, ""
         except (TapeoutError, OSError) as error:
             notice = one_line(error, 300)
             log.error("%s stays: %s", serving.bundle, notice)

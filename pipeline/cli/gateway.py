@@ -11,7 +11,7 @@ from pipeline.cli.serve_http import answer, engine_files
 from pipeline.cli.serve_options import HttpOptions
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import Discovery, FleetFile, FromFile
-from runtime.gateway.fleet.plan_places import find_plans
+from runtime.gateway.fleet.plan_places import find_plans, plan_name
 from runtime.gateway.fleet.release import PlanFile
 from runtime.gateway.fleet.replica import Patience
 from runtime.gateway.fleet.scaling import FleetScaler
@@ -37,7 +37,7 @@ def find_engines(path: Path, fleet: FleetFile, *, kept: Path | None = None) -> D
     """``kept``: a folder for copies of release plans that lie in a database."""
     copy = None
     if kept is not None and fleet.releases is not None:
-        name = sha256(f"{fleet.releases} {path.stem}".encode()).hexdigest()
+        name = sha256(f"{fleet.releases} {plan_name(path, fleet)}".encode()).hexdigest()
         copy = PlanFile(kept / f"{name}.json")
     return FromFile(path, find_source(fleet), find_plans(path, fleet), copy)
 

@@ -106,10 +106,10 @@ class FleetRelease:
             plan = plan.model_copy(update={"phase": "rolling"})
             self._moved(plan, address, source, plan.candidate)
             share = len(self._with(plan.candidate)) / len(self._listed())
-            plan = self._written(plan, share=max(plan.share, share))
+            plan = self._written(plan, share=max(plan.share, share), moving="")
         sources = {digest: plan.sources[digest] for digest in plan.digests if digest in plan.sources}
         done: dict[str, Any] = {"stable": plan.candidate, "previous": plan.stable, "candidate": "", "phase": "done"}
-        self._written(plan, share=0.0, sources=sources, **done)
+        self._written(plan, share=0.0, sources=sources, moving="", **done)
         log.info("all engines have bundle %s", plan.candidate[:12])
         return verdict
 
@@ -129,7 +129,7 @@ class FleetRelease:
             good, bad = plan.previous, plan.stable
         plan = self._written(plan, stable=good, candidate=bad, previous="", share=0.0, phase="rolling back")
         source = self._as_opened(source) if source else plan.sources.get(good, "")
-        for address in self._with(bad):
+        for address in self._back(bad, plan.moving):
             self._moved(plan, address, source, good)
         self._written(plan, candidate="", phase="rolled back", moving="")
         log.info("all engines that are ready have bundle %s again", good[:12])
@@ -157,8 +157,18 @@ class FleetRelease:
         return plan.model_copy(update={"sources": {stable: source}, "started_with": source})
 
     def _first(self, plan: ReleasePlan, source: str) -> ReleasePlan:
-        """The canary: one engine with the bundle, which gets its share."""
-        address = self._with(plan.stable)[-1]
+        """The canary: one engine with the bundle, which gets its share. It is the one that a command before this one
+        has told so, if that was interrupted then.
+        """
+        self._until(
+            lambda: plan.moving in self._listed() or bool(self._with(plan.stable)),
+            lambda: ReleaseError(
+                f"no engine is ready with bundle {plan.stable[:12]}",
+                expected="the engines of the fleet",
+                remedy="look at them in the gateways: `curl GATEWAY/fleet`",
+            ),
+        )
+        address = plan.moving if plan.moving in self._listed() else self._with(plan.stable)[-1]
         info = self._reopened(plan, address, source)
         if info.digest == plan.stable:
             self._written(plan, moving="")
@@ -275,6 +285,24 @@ class FleetRelease:
                 ),
             )
             yield from self._with(digest)[:1]
+
+    def _back(self, digest: str, moving: str) -> Iterator[str]:
+        """Engines with one bundle, one after another. ``moving``: one that may be about to open it, for a command that
+        was interrupted; it is waited for.
+        """
+        while True:
+            while found := self._with(digest):
+                yield found[0]
+            if moving not in self._listed() or moving in self._gateways.ready():
+                return
+            self._until(
+                lambda: moving in self._gateways.ready(),
+                lambda: ReleaseError(
+                    f"the engine at {moving} opens a bundle, and is not ready",
+                    expected="that it is, so that it can be given the other one",
+                    remedy="look at its log, start it again or take it off the list, then run this again",
+                ),
+            )
 
     def _written(self, plan: ReleasePlan, **changed: Any) -> ReleasePlan:
         plan = plan.model_copy(update=changed)

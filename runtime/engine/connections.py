@@ -1,8 +1,8 @@
 """The engine's ends of its connections. Commands of all servers come in; each server gets what concerns its requests.
 
-Nothing here waits for a server that has sent half a message. One that does not read its reports is given up after
-:data:`SEND_SECONDS`, except the process's own parent. All of it belongs to the thread that steps, except
-:meth:`Connections.beat`.
+Nothing here waits for a server that has sent half a message, or for one that does not read its reports: these are kept
+for it, and after :data:`SEND_SECONDS` it is given up. The process's own parent is waited for. All of it belongs to the
+thread that steps, except :meth:`Connections.beat`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ from runtime.wire.messages import (
     WatchBlocks,
 )
 from runtime.wire.session import Session
-from tapeout.errors import RequestError, TapeoutError
+from tapeout.errors import RequestError, TapeoutError, one_line
 
-SEND_SECONDS = 10.0  # that a server has to read a report
+SEND_SECONDS = 10.0  # that a server has to read what was sent to it
+CLOSE_SECONDS = 1.0  # and what is left of it at the end
 GREETING_SECONDS = 5.0  # that it has to prove its key
 MOST_STRANGERS = 16  # connections that have not
 RECEIVE_BYTES = 1 << 18
+RECEIVE_SECONDS = 0.05  # beyond that an engine looks at what has come once it has made a step
 BEAT_SECONDS = 0.25  # without a report, after which servers hear that the engine's process runs
 MOST_FETCHING = 16  # engines that fetch blocks at once
 
@@ -63,6 +65,10 @@ class _ServerEnd:
         self._session = Session("engine", key)
         self._sending = threading.Lock()  # frames are numbered, and must not mix
         self._sent_at = monotonic()
+        self._unsent, self._behind_since = bytearray(), 0.0  # what there was no room for yet, if anything
+        self.awaits_room = False  # whoever reads from it is told once there is some
+        self._room = select.poll()
+        self._room.register(end, select.POLLOUT)
         self._flush()
 
     @property
@@ -80,25 +86,27 @@ class _ServerEnd:
             self._flush()
 
     def send(self, message: Message) -> None:
+        """Only what an engine fetches is waited for, by a thread of its own, and the process's own parent."""
         with self._sending:
-            self.socket.sendall(self._session.frame(message))
+            self._unsent += self._session.frame(message)
+            if self.sender is not None or self.socket.gettimeout() is None:
+                self.socket.sendall(self._unsent)
+                self._unsent.clear()
+            else:
+                self._pass_on()
             self._sent_at = monotonic()
 
     def beat(self) -> None:
-        """From any thread. Nothing where a report is on its way or was just sent, or the server reads nothing.
-
-        Nor for an engine that fetches blocks.
+        """From any thread. Nothing where a report is on its way or was just sent, nor for an engine that fetches
+        blocks.
         """
         if self.sender or monotonic() - self._sent_at < BEAT_SECONDS or not self._sending.acquire(blocking=False):
             return
         try:
-            room = select.poll()
-            room.register(self.socket, select.POLLOUT)
-            if any(event & select.POLLOUT for _, event in room.poll(0)):
-                frame = self._session.frame(Heartbeat())
-                if self.socket.send(frame) < len(frame):
-                    raise OSError("sent in part: no other frame can follow")
-                self._sent_at = monotonic()
+            if not self._unsent:
+                self._unsent += self._session.frame(Heartbeat())
+            self._pass_on()
+            self._sent_at = monotonic()
         except (OSError, ValueError):  # of a socket that is closed, too
             with suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # the other thread finds its end, and drops it
@@ -108,6 +116,33 @@ class _ServerEnd:
     def close(self) -> None:
         with self._sending:
             self.socket.close()
+
+    @property
+    def behind(self) -> bool:
+        """There was no room for all that was sent."""
+        return bool(self._unsent)
+
+    def pass_on(self) -> None:
+        """What there is room for now."""
+        with self._sending:
+            self._pass_on()
+
+    def finish(self) -> None:
+        """Before it is closed in an orderly way: what the server has not read yet."""
+        with self._sending, suppress(OSError):
+            if self._unsent:
+                self.socket.settimeout(CLOSE_SECONDS)
+                self.socket.sendall(self._unsent)
+
+    def _pass_on(self) -> None:
+        """As much as there is room for. :class:`TimeoutError` where the server has been behind for too long."""
+        before, self._behind_since = self._behind_since, 0.0
+        while self._unsent and any(event & select.POLLOUT for _, event in self._room.poll(0)):
+            del self._unsent[: self.socket.send(self._unsent)]
+        if self._unsent:
+            self._behind_since = before or monotonic()
+            if monotonic() - self._behind_since > SEND_SECONDS:
+                raise TimeoutError(f"it has not read what was sent for {SEND_SECONDS:g} seconds")
 
     def fetch(
         self, message: FetchState | FindState, info: EngineInfo, store: BlockStore, sent: Callable[[], None]
@@ -181,19 +216,26 @@ class Connections:
         return bool(self._abandoned or self._arrived.poll(0))
 
     def receive(self, milliseconds: int) -> list[EngineCommand]:
-        """The commands that have come, or come first within so many milliseconds."""
+        """The commands that have come, or come first within so many milliseconds. Of who sends without end, those of
+        :data:`RECEIVE_SECONDS`: others wait for a step.
+        """
         found, events = list[EngineCommand](), self._arrived.poll(0 if self._abandoned else milliseconds)
         self.quiet = not (events or self._abandoned)
+        until = monotonic() + RECEIVE_SECONDS
         while events:
-            for descriptor, _ in events:
+            for descriptor, event in events:
                 connection = self._open.get(descriptor)
                 if connection is not None:
-                    found += self._read(connection)
+                    if event & select.POLLOUT:
+                        self._pass_on(connection)
+                    if event & ~select.POLLOUT:
+                        found += self._read(connection)
+                    self._await_room(connection)
                 elif self._moves is not None and descriptor == self._moves.wake:
                     self._moves.awake()
                 else:
                     self._accept()
-            events = self._arrived.poll(0)
+            events = self._arrived.poll(0) if monotonic() < until else []
         if self._listener is not None:
             self._refuse_strangers()
         found += self._abandoned
@@ -223,6 +265,7 @@ class Connections:
     def close(self) -> None:
         """Of all servers. The listener stays its owner's."""
         for connection in list(self._open.values()):
+            connection.finish()
             self._drop(connection)
 
     def _part_of(self, report: StepReport, connection: _ServerEnd) -> StepReport:
@@ -334,13 +377,27 @@ class Connections:
             connection.send(message)
         except (OSError, WireError) as error:
             self._drop(connection, error)
+        self._await_room(connection)
+
+    def _pass_on(self, connection: _ServerEnd) -> None:
+        try:
+            connection.pass_on()
+        except OSError as error:
+            self._drop(connection, error)
+
+    def _await_room(self, connection: _ServerEnd) -> None:
+        """Be told once there is room, where there was none for all that was sent."""
+        if connection.awaits_room != connection.behind and self._open.get(connection.socket.fileno()) is connection:
+            connection.awaits_room = connection.behind
+            room = select.POLLOUT if connection.awaits_room else 0
+            self._arrived.modify(connection.socket, select.POLLIN | room)
 
     def _drop(self, connection: _ServerEnd, error: Exception | None = None) -> None:
         """Close it, and cancel its requests."""
         if self._open.pop(connection.socket.fileno(), None) is None:
             return
         if error is not None:
-            log.warning("the connection of a server is closed: %s", error)
+            log.warning("the connection of a server is closed: %s", one_line(error))
         self._arrived.unregister(connection.socket)
         if connection.sender is not None:
             connection.sender.close()  # first: its thread may be about to send

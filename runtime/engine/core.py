@@ -114,7 +114,7 @@ class EngineCore:
         self._active[request.id] = ActiveRequest(request, now, answered=answered, speculation=speculation)
         for id in displaced:
             self._forget(id, "displaced")
-            found = "a request of a higher priority took the place of this one in the full queue"
+            found = "a request that goes before it took the place of this one in the full queue"
             expected = f"at most {self.scheduler.limits.max_waiting} waiting requests"
             self._refuse(id, DisplacedError(found, expected=expected, retry_after=self.scheduler.retry_after))
 

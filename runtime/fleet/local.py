@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from runtime.fleet.released import released
+from runtime.fleet.released import RENEW_SECONDS, released
 from runtime.fleet.roster import SETTLE_SECONDS, Place, Roster
 from runtime.fleet.runner import EngineRunner, GatewayRunner
 from runtime.gateway.fleet.discovery import FleetFile
@@ -25,6 +25,7 @@ from tapeout.errors import TapeoutError, one_line
 
 LOOK_SECONDS = 0.5
 UNLIST_SECONDS = 2.0  # until all gateways have read the list again
+AGAIN_SECONDS = 5.0  # after an engine that does not open, until another one is tried
 HOST = "127.0.0.1"
 
 log = logging.getLogger(__name__)
@@ -45,29 +46,22 @@ class LocalFleet:
         self._moving: set[asyncio.Task[None]] = set()  # engines that start or end
         self._starting: Counter[Pool] = Counter()
         self._ids = map(str, count())
-        self._addresses: tuple[str, ...] = ()
+        self._addresses: tuple[str, ...] = ()  # that gateways can read
+        self._unwritten = ""  # why not
 
     async def run(self, ending: asyncio.Event) -> None:
         """Until ``ending``. :class:`TapeoutError` if an engine or a gateway cannot be opened at first."""
-        plan, gateways = self._plan.gateways, list[GatewayRunner]()
+        gateways = list[GatewayRunner]()
         try:
-            first = [self._add(pool) for pool, settings in self._pools.items() for _ in range(settings.least)]
-            for found in await asyncio.gather(*first, return_exceptions=True):
-                if found is not None:
-                    raise found
-            self._look()
-            for _ in range(plan.count):
-                gateways.append(
-                    GatewayRunner(
-                        self._listed,
-                        plan.host,
-                        plan.port,
-                        plan.count,
-                        plan.options,
-                        drain_seconds=self._plan.drain_seconds,
-                    )
-                )
-                await gateways[-1].start()
+            starting, ended = asyncio.ensure_future(self._start(gateways)), asyncio.ensure_future(ending.wait())
+            await asyncio.wait((starting, ended), return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if not starting.done():  # however long an engine takes to open
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                return
+            starting.result()
+            self._move(self._renew_left_out())
             while not ending.is_set():
                 for gateway in gateways:
                     gateway.require_healthy()
@@ -80,6 +74,27 @@ class LocalFleet:
                 task.cancel()
             await asyncio.gather(*self._moving, return_exceptions=True)
             await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
+
+    async def _start(self, gateways: list[GatewayRunner]) -> None:
+        """``gateways``: those that are started, and one that does not open."""
+        plan = self._plan.gateways
+        first = [self._add(pool) for pool, settings in self._pools.items() for _ in range(settings.least)]
+        for found in await asyncio.gather(*first, return_exceptions=True):
+            if found is not None:
+                raise found
+        self._look()
+        for _ in range(plan.count):
+            gateways.append(
+                GatewayRunner(
+                    self._listed,
+                    plan.host,
+                    plan.port,
+                    plan.count,
+                    plan.options,
+                    drain_seconds=self._plan.drain_seconds,
+                )
+            )
+            await gateways[-1].start()
 
     def _look(self) -> None:
         now = monotonic()
@@ -105,12 +120,19 @@ class LocalFleet:
 
     def _list(self, now: float) -> None:
         addresses = self._roster.addresses(now)
-        if addresses and addresses != self._addresses:
-            self._addresses = addresses
-            found = self._file.model_copy(update={"engines": addresses, "up": None})
-            part = self._listed.with_suffix(".part")
+        if not addresses or addresses == self._addresses:
+            return
+        found = self._file.model_copy(update={"engines": addresses, "up": None})
+        part = self._listed.with_suffix(".part")
+        try:
             part.write_text(yaml.safe_dump(found.model_dump(mode="json", exclude_none=True)))
             part.replace(self._listed)
+        except OSError as error:  # such as a full disk: gateways keep the list that they have
+            if self._unwritten != (why := one_line(error)):
+                log.error("the list of engines cannot be written: %s", why)
+            self._unwritten = why
+        else:
+            self._addresses, self._unwritten = addresses, ""
 
     async def _add(self, pool: Pool) -> None:
         engine = EngineRunner(
@@ -134,8 +156,19 @@ class LocalFleet:
             await self._add(pool)
         except TapeoutError as error:
             log.error("an engine does not open: %s", one_line(error))
+            await asyncio.sleep(AGAIN_SECONDS)  # else its tries would take the processors from those that serve
         finally:
             self._starting[pool] -= 1
+
+    async def _renew_left_out(self) -> None:
+        """One after another: others take the places of engines that a release has left out."""
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            for id, engine in list(self._engines.items()):
+                left_out = await asyncio.to_thread(self._bundle.left_out, engine)
+                if left_out and self._engines.get(id) is engine:
+                    log.info("the engine at %s is started anew: no release has its bundle", engine.address)
+                    await self._remove(id, self._engines.pop(id))
 
     async def _remove(self, id: str, engine: EngineRunner) -> None:
         self._roster.leave(id)

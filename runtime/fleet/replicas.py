@@ -18,7 +18,7 @@ import yaml
 
 from runtime.fleet.ray_cluster import LOOPBACK, import_ray, import_serve
 from runtime.fleet.ray_roster import find_roster
-from runtime.fleet.released import released
+from runtime.fleet.released import RENEW_SECONDS, released
 from runtime.fleet.roster import LOST_SECONDS, Orders, Place
 from runtime.fleet.runner import EngineRunner, GatewayRunner, Runner
 from runtime.gateway.fleet.discovery import FleetFile
@@ -106,13 +106,16 @@ class EngineReplica(_Replica):
         super().__init__(file)
         fleet, plan = self._fleet, self._plan
         assert fleet.key is not None, "only such a file is started"
+        self._bundle = released(fleet)
         self._engine = EngineRunner(
-            released(fleet), pool, self._node, fleet.key, read_key(fleet.key), plan.engine(pool).options,
+            self._bundle, pool, self._node, fleet.key, read_key(fleet.key), plan.engine(pool).options,
             drain_seconds=plan.drain_seconds,
         )  # fmt: skip
         self._wanted: float | None = None
         self._renewing: asyncio.Task[None] | None = None
+        self._left_out = False  # by a release
         await self._begin(self._engine)
+        self._looking = asyncio.create_task(self._look_forever())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         return {} if self._wanted is None else {WANTED: self._wanted}
@@ -121,19 +124,29 @@ class EngineReplica(_Replica):
         engine = self._engine
         orders: Orders = await self._roster.engine.remote(self._id, engine.pool, self._place, engine.report)
         self._wanted = float(orders.wanted)
-        if orders.drain and (self._renewing is None or self._renewing.done()):
+        if (orders.drain or self._left_out) and (self._renewing is None or self._renewing.done()):
             self._renewing = asyncio.create_task(self._renew())
 
     async def _renew(self) -> None:
         await self._engine.idle(UNLIST_SECONDS)
         await self._engine.again()
-        await self._roster.started.remote(self._id)
+        self._left_out = False
+        if (roster := self._roster or find_roster(self._plan.name)) is not None:
+            await roster.started.remote(self._id)
+
+    async def _look_forever(self) -> None:
+        """Apart from reports: the plan may lie in a database that is away."""
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            if await asyncio.to_thread(self._bundle.left_out, self._engine):
+                self._left_out = True
 
     async def _leave(self) -> None:
         await super()._leave()
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
+        for task in (self._looking, self._renewing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._engine.idle(UNLIST_SECONDS)
 
 

@@ -120,13 +120,16 @@ class Runner(ABC):
         begun = monotonic()
         self._lines.clear()
         command = await self._command()
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "runtime.fleet.guard", str(os.getpid())),
-            *(*COMMAND, *command, *self._options),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the others in turn
-            stderr=asyncio.subprocess.PIPE,
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "runtime.fleet.guard", str(os.getpid())),
+                *(*COMMAND, *command, *self._options),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for this process, which ends the others in turn
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:  # such as too many processes, or files
+            raise TapeoutError(f"the {self.kind} at {self.address} cannot be started: {one_line(error)}") from error
         self._reading = asyncio.create_task(self._read(self._process))
         while True:
             if self._process.returncode is not None:
@@ -191,11 +194,19 @@ class Runner(ABC):
         self._process = None
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """To its end, whatever is wrong with a line or with the log here: the process stops where nobody reads."""
         assert process.stderr is not None
-        async for line in process.stderr:
+        while True:
+            try:
+                line = await process.stderr.readline()
+            except ValueError:  # it is too long, and was dropped
+                continue
+            if not line:
+                return
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
-            print(text, file=sys.stderr, flush=True)
+            with suppress(OSError):  # such as a full disk
+                print(text, file=sys.stderr, flush=True)
 
 
 class EngineRunner(Runner):
@@ -215,6 +226,7 @@ class EngineRunner(Runner):
         self.pool: Pool = pool
         self._bundle, self._key_file, self._key = bundle, key_file, key
         self._left_at: float | None = None  # when it left to open another bundle
+        self.opened_at = 0.0  # when it was connected to, with the bundle that it has
         self._connection: RemoteEngine | None = None
         self._load = EngineLoad()
 
@@ -225,6 +237,11 @@ class EngineRunner(Runner):
     @property
     def answers(self) -> bool:
         return self._connection is not None and self._connection.serves
+
+    @property
+    def digest(self) -> str:
+        """Of its bundle; empty while it does not answer."""
+        return self._connection.info.digest if self._connection is not None and self._connection.serves else ""
 
     @property
     def report(self) -> EngineReport | None:
@@ -263,6 +280,7 @@ class EngineRunner(Runner):
             await connection.close()
             raise
         self._connection, self._load, self._left_at = connection, EngineLoad(), None
+        self.opened_at = monotonic()
         connection.watch(0, self._heard)
 
     async def _look(self) -> None:

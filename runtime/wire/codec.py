@@ -104,6 +104,8 @@ def decode(data: bytes) -> Any:
         message = _decoders[place].decode(memoryview(data)[1:])
         # Where fields are missing or left over, defaults come in and the rest is dropped. Encoding once more shows it.
         whole = place == 0 or len(_encoder.encode(message)) == len(data) - 1
+        if isinstance(message, Failure):
+            message.error()  # whoever gets it raises that, and expects no other error than ours
     except _NOT_DECODED as error:
         raise WireError(f"a damaged {name}: {one_line(error)}", expected=f"the fields of {name}") from error
     if not whole:

@@ -16,7 +16,9 @@ class QueueFullError(RequestError):
 
 
 class DisplacedError(QueueFullError):
-    """The request waited in a full queue, and one of a higher priority took its place."""
+    """The request waited in a full queue, and one of a higher priority, or of a tenant with less of the queue, took its
+    place.
+    """
 
 
 @dataclass(frozen=True)

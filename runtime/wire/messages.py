@@ -336,7 +336,7 @@ class ReadFile(NamedTuple):
     """Asks for a text file of the bundle from byte ``offset`` on. ``sha256``: one of :attr:`EngineInfo.files`."""
 
     sha256: str
-    offset: int
+    offset: Annotated[int, Meta(le=(1 << 63) - 1)]  # more is no place in a file
 
 
 class FilePart(NamedTuple):

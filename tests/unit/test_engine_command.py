@@ -52,6 +52,11 @@ def test_it_opens_what_is_asked_for_and_goes_back() -> None:
     ]
 
 
+def test_one_that_is_told_twice_to_open_a_bundle_still_knows_the_one_before() -> None:
+    """A release that was interrupted tells it again. Planted: a rollback opens the new bundle once more."""
+    assert [bundle for bundle, _ in served(["second", "second", ""])] == ["first", "second", "second", "first"]
+
+
 @pytest.mark.parametrize(("source", "why"), [("unjudged", "no evidence for x86-64-avx2"), ("gone", "no record.json")])
 def test_what_may_not_be_served_here_leaves_the_bundle_and_says_why(source: str, why: str) -> None:
     """Planted: the new bundle opened without the checks of the start, or no bundle at all."""

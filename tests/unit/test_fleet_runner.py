@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import os
 import signal
 import subprocess
@@ -120,6 +122,58 @@ def test_one_that_cannot_be_renewed_is_given_up_as_well(tmp_path: Path, monkeypa
 def test_one_that_cannot_be_opened_says_what_its_log_says(tmp_path: Path) -> None:
     with pytest.raises(TapeoutError, match="it cannot be opened"):
         asyncio.run(runner(tmp_path, "broken").start())
+
+
+CHATTY = """
+import sys
+for _ in range({lines}):
+    sys.stderr.write("x" * {length} + "\\n")
+sys.exit("it cannot be opened")
+"""
+
+
+class FullDisk(io.StringIO):
+    def write(self, _: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("lines", "length", "log"), [(20, 200_000, io.StringIO()), (500, 2_000, FullDisk())])
+def test_a_process_never_waits_for_its_log_to_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int, length: int, log: io.StringIO
+) -> None:
+    """Planted: a line that is too long, or a log that cannot be written, ends the reading, and the process hangs."""
+    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-c", CHATTY.format(lines=lines, length=length)))
+    monkeypatch.setattr(module.sys, "stderr", log)
+
+    async def run() -> None:
+        engine = runner(tmp_path)
+        try:
+            with pytest.raises(TapeoutError, match="it cannot be opened"):
+                await asyncio.wait_for(engine.start(), 30)
+        finally:
+            await engine.stop()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_cannot_be_forked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: nobody watches it any more, and it counts as one that may come."""
+
+    async def none_left(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    async def run() -> None:
+        engine = runner(tmp_path)
+        await engine.start()
+        try:
+            assert engine.pid is not None
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", none_left)
+            os.kill(engine.pid, signal.SIGKILL)
+            await until(lambda: engine.gave_up, 30)
+        finally:
+            await engine.stop()
+
+    asyncio.run(run())
 
 
 OWNER = """

@@ -322,3 +322,76 @@ def test_a_release_is_not_done_while_an_engine_is_away(fleet: Fleet) -> None:
     fleet.away.clear()
     assert fleet.change(least_ready=1).release("new").outcome is Outcome.PASS
     assert set(fleet.bundles.values()) == {NEW} and fleet.plan.phase == "done"
+
+
+def interrupted(fleet: Fleet, at: str) -> Callable[..., Any]:
+    """As by Ctrl-C, while this engine opens a bundle; gateways see it ready once somebody waits."""
+
+    async def reopen(address: str, *arguments: Any) -> EngineInfo:
+        info = await fleet.reopen(address, *arguments)
+        if address == at:
+            fleet.away.add(address)
+            raise KeyboardInterrupt
+        return info
+
+    return reopen
+
+
+def test_a_release_that_was_interrupted_while_its_canary_opened_goes_on_with_that_engine(fleet: Fleet) -> None:
+    """Gateways give it nothing: no plan names its bundle yet. Planted: another one is told, and too few are ready."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(release, "reopen", interrupted(fleet, ENGINES[3]))
+        with pytest.raises(KeyboardInterrupt):
+            fleet.change().release("new")
+    assert fleet.plan.moving == ENGINES[3] and not fleet.plan.candidate
+    fleet.waited = fleet.away.clear
+    assert fleet.change().release("new").outcome is Outcome.PASS
+    assert [step[2] for step in fleet.log] == [ENGINES[3], ENGINES[3], *ENGINES[:3]] and fleet.least == 3
+    assert set(fleet.bundles.values()) == {NEW} and fleet.plan.phase == "done" and not fleet.plan.moving
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_release_that_was_interrupted_among_others_leaves_no_engine_behind(fleet: Fleet, last: bool) -> None:
+    """Neither where it goes on, nor where it is reversed: the engine is ready with the other bundle later.
+
+    Planted: only those that are ready when the rollback begins; the plan of a release that is done says for ever that
+    an engine is away.
+    """
+    at = ENGINES[2 if last else 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(release, "reopen", interrupted(fleet, at))
+        with pytest.raises(KeyboardInterrupt):
+            fleet.change().release("new")
+    assert fleet.plan.moving == at and fleet.plan.phase == "rolling"
+    fleet.waited = fleet.away.clear
+    if last:
+        assert fleet.change().release("new").outcome is Outcome.PASS
+    else:
+        fleet.change().rollback()
+    assert set(fleet.bundles.values()) == {NEW if last else OLD} and not fleet.plan.moving
+    assert fleet.plan.phase == ("done" if last else "rolled back")
+
+
+def test_a_release_waits_for_an_engine_that_can_be_its_canary(fleet: Fleet) -> None:
+    """Planted: a traceback."""
+    fleet.change(canary_seconds=0).release("new")
+    fleet.change().rollback()
+    fleet.away, fleet.waited = {*ENGINES}, lambda: None
+    with pytest.raises(ReleaseError, match=r"no engine is ready with bundle a{12}"):
+        fleet.change(open_seconds=0).release("new")
+    fleet.waited = fleet.away.clear
+    assert fleet.change().release("new").outcome is Outcome.PASS
+
+
+def test_an_engine_that_alone_opens_a_bundle_is_waited_for_by_a_rollback(fleet: Fleet) -> None:
+    """No other one has it, so nothing else waits for it."""
+    fleet.counted[NEW] = Figures(calls=20, first_tokens=(20,))
+    assert fleet.change(canary_seconds=0).release("new").outcome is Outcome.INCONCLUSIVE
+    plans = PlanFile(plan_path(fleet.list))
+    plans.write(fleet.plan.model_copy(update={"moving": ENGINES[3]}), plans.read())
+    fleet.away, fleet.waited = {ENGINES[3]}, lambda: None
+    with pytest.raises(ReleaseError, match="unix:/3 opens a bundle"):
+        fleet.change(open_seconds=0).rollback()
+    fleet.waited = fleet.away.clear
+    fleet.change().rollback()
+    assert set(fleet.bundles.values()) == {OLD} and fleet.plan.phase == "rolled back"

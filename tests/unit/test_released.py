@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pipeline.cli import gateway
 from pipeline.cli.fleet import source_of
 from pipeline.cli.fleet_members import reopen
 from runtime.fleet import runner as module
 from runtime.fleet.control import read_plan
 from runtime.fleet.released import forget_release, released, with_plan_beside
 from runtime.fleet.runner import EngineRunner
-from runtime.gateway.fleet.discovery import FleetFile
+from runtime.gateway.fleet.discovery import FleetFile, Listing
 from runtime.gateway.fleet.plan_places import find_plans
-from runtime.gateway.fleet.release import Phase, PlanStore, ReleasePlan, plan_path
+from runtime.gateway.fleet.release import Phase, PlanFile, PlanStore, ReleasePlan, ReleasePlanError, plan_path
+from tapeout import artifact
+from tapeout.artifact import RECORD, load_header
 from tests.command import ROOT
 from tests.waiting import until
 
@@ -88,6 +93,50 @@ def test_a_cluster_without_a_place_for_plans_has_what_its_file_says(tmp_path: Pa
     file, _ = read_plan(path)
     forget_release(file, source_of)
     assert released(file)() == str(tmp_path / "first")
+
+
+@pytest.mark.parametrize("released_from", ["first", "second"])
+def test_a_bundle_that_was_built_anew_in_its_folder_counts(tmp_path: Path, released_from: str) -> None:
+    """Else no engine of the fleet would get requests. Planted: only the names of folders are compared."""
+    (tmp_path / "key").write_text("c" * 64)
+    path = tmp_path / "fleet.yaml"
+    path.write_text("key: key\nup: {bundle: first, name: one}\n")
+    for folder in ("first", "second"):
+        body = {"artifact_type": "t", "schema_version": 1, "record": {}, "files": {}, "parents": {}}
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / RECORD).write_text(json.dumps({"digest": artifact._digest(body), **body}))
+    digest = load_header(tmp_path / released_from).digest
+    sources = {digest: str(tmp_path / released_from)}
+    plan = ReleasePlan(stable=digest, phase="done", sources=sources, started_with=str(tmp_path / "first"))
+    plans = plans_of(path)
+    plans.write(plan, None)
+    forget_release(started(path), source_of)
+    assert plans.read() == plan
+    plans.write(plan := plan.model_copy(update={"stable": OLD, "sources": {OLD: sources[digest]}}), plans.read())
+    if released_from == "first":
+        forget_release(started(path), source_of)
+        assert plans.read() is None
+    else:
+        with pytest.raises(ReleasePlanError, match=r"(?s)second has bundle .*remove .*fleet\.release\.json"):
+            forget_release(started(path), source_of)
+        assert plans.read() == plan
+
+
+def test_fleets_of_one_machine_keep_plans_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways that Ray starts read files of one name. Planted: a gateway starts with the plan of another fleet."""
+    source = SimpleNamespace(read=lambda: Listing((), b""))
+    monkeypatch.setattr(gateway, "find_source", lambda fleet: source)
+    (tmp_path / "key").write_text("c" * 64)
+    files = {"one": OLD, "two": NEW}
+    for name, stable in files.items():
+        path = tmp_path / name / "fleet.yaml"
+        path.parent.mkdir()
+        releases = f"sqlite:///{tmp_path}/plans.db"
+        path.write_text(f"key: ../key\nup: {{bundle: first, name: {name}}}\nreleases: {releases}\n")
+        plans_of(path).write(ReleasePlan(stable=stable, phase="done"), None)
+        gateway.find_engines(path, FleetFile.read(path), kept=tmp_path / "kept").read()
+    kept = [PlanFile(path).read() for path in (tmp_path / "kept").iterdir()]
+    assert sorted(plan.stable for plan in kept if plan) == [OLD, NEW]
 
 
 def test_an_engine_that_opens_another_bundle_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,8 @@ from runtime.wire.messages import (
 from runtime.wire.session import Session
 from tapeout.errors import RequestError, TapeoutError
 
+PART_SECONDS = 30.0  # that a part of a file may take: an engine sends it between two steps
+
 logger = logging.getLogger(__name__)
 
 
@@ -189,7 +191,11 @@ class EngineConnection(asyncio.Protocol, ABC):
             raise self._down("has ended")
         self._part = asyncio.get_running_loop().create_future()
         self.send(ReadFile(sha256, offset))
-        part = await self._part
+        try:
+            async with asyncio.timeout(PART_SECONDS):
+                part = await self._part
+        except TimeoutError:
+            raise self._down(f"has sent no part of a file for {PART_SECONDS:g} seconds") from None
         if (part.sha256, part.offset) != (sha256, offset):
             raise WireError("a part of another file", expected=f"{sha256[:12]} from byte {offset} on")
         return part.data

@@ -159,6 +159,7 @@ class ExternalConnection(FleetConnection):
         tokens = len(request.prompt) + len(request.answered)
         self._waiting[request.id] = tokens
         started, last, count = monotonic(), 0.0, 0
+        arrival = asyncio.get_running_loop().time() - age
         first_timeouts = [request.queue_timeout, request.first_token_timeout, request.timeout]
         first = min([seconds for seconds in first_timeouts if seconds is not None], default=None)
         try:
@@ -170,7 +171,7 @@ class ExternalConnection(FleetConnection):
                         self._prompt_seconds = _mean(self._prompt_seconds, (now - started) / tokens)
                         self._prompt_tokens += tokens
                         whole = request.timeout
-                        limit.reschedule(None if whole is None else asyncio.get_running_loop().time() + whole - age)
+                        limit.reschedule(None if whole is None else arrival + whole)
                     elif new:
                         self._decode_seconds = _mean(self._decode_seconds, (now - last) / len(new))
                     last, count = now, count + len(new)

@@ -9,11 +9,16 @@ from runtime.gateway.fleet.release import PlanFile, PlanStore, plan_path
 
 
 def find_plans(path: Path, fleet: FleetFile) -> PlanStore:
-    """``path``: of the file. In a database the plan is called as the file is, or as the fleet that is started by it."""
+    """``path``: of the file."""
     if fleet.releases is None:
         return PlanFile(plan_path(path))
     if fleet.releases.startswith(FILE_PLACE):
         return PlanFile(Path(fleet.releases.removeprefix(FILE_PLACE)))
     from runtime.gateway.fleet.release_table import PlanTable
 
-    return PlanTable(fleet.releases, path.stem if fleet.up is None else fleet.up.name)
+    return PlanTable(fleet.releases, plan_name(path, fleet))
+
+
+def plan_name(path: Path, fleet: FleetFile) -> str:
+    """Of the plan in a database: as the file is called, or the fleet that is started by it."""
+    return path.stem if fleet.up is None else fleet.up.name
