@@ -349,7 +349,7 @@ def test_a_full_queue_refuses_or_displaces(place: Place) -> None:
                 await answer(client, "late", [1, 2], 2, priority=1)
             assert caught.value.retry_after is not None and caught.value.retry_after > 0
             urgent = asyncio.ensure_future(answer(client, "urgent", [1, 2], 2, priority=0))
-            with pytest.raises(DisplacedError, match="higher priority"):
+            with pytest.raises(DisplacedError, match="took the place of this one in the full queue"):
                 await waits
             assert len(tokens(await urgent)) == 2 and len(tokens(await first)) == 40
 
