@@ -17,7 +17,7 @@ from engines.bundle import EngineBundle
 from evals.check import Check, Outcome, combine
 from evals.items import read_items
 from evals.kind import Executed
-from evals.kinds.parity import ParityReport
+from evals.kinds.parity import DOCUMENT_CHECK, ParityReport
 from evals.kinds.parity.reference_logits import LevelItem
 from evals.kinds.serving import (
     DRAFT_TOKENS,
@@ -37,6 +37,7 @@ from evals.kinds.serving import (
 )
 from evals.kinds.text import TextBounds
 from evals.limits import at_least, at_most
+from evals.rules import broken, token_rules
 from evals.verdict import EXIT_CODES, Verdict
 from tapeout.artifact import Artifact, ParentTypes, Record, load
 from tapeout.errors import EvidenceError, ExitCode
@@ -153,10 +154,15 @@ def load_level(
     problems = [f"is of another {name}" for name, digest in wanted.items() if digests.get(name) != digest]
     if ran.level != level:
         problems.append(f"is of {ran.level}")
+    compared = next((check.n for check in verdict.record.checks if check.name == DOCUMENT_CHECK), None)
+    if len(items) != compared:
+        problems.append(f"has {len(items)} of the {compared} documents of the parity report")
+    problems += broken("document", items, lambda item: item.doc_hash, token_rules(lambda item: item.tokens))
     problems += served_problems("the evidence", served, SLOTS, bundle.record.io.max_tokens)
     settings = level_settings(verdict.record)
     problems += size_problems("the evidence", served, settings.max_running)
-    if settings.draft_tokens and not any(item.path == "drafts" for item in served):
+    drafts = verdict.record.numbers.get(DRAFT_TOKENS, settings.draft_tokens)  # 0: the engine takes none
+    if drafts and not any(item.path == "drafts" for item in served):
         problems.append("has nothing on the path 'drafts'")
     problems += draw_problems("the evidence", found.record.draws, True)
     problems += pressure_problems("the evidence", found.record.pressure)

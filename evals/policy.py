@@ -18,7 +18,7 @@ from tapeout.artifact import Frozen, canonical_json
 from tapeout.recipe import BaseRecipe
 
 Settings = dict[str, JsonValue]
-_LARGER_IS_LOOSER = ("max_", "accuracy_margin")  # of bounds; of all others, and of sizes, less is looser
+_LARGER_IS_LOOSER = ("max_", "accuracy_margin", "task_margin")  # of bounds; of all others, and of sizes, less is looser
 
 
 class Policy(Frozen):

@@ -234,7 +234,7 @@ def fold_target_of(
 ) -> FoldTarget | None:
     """Where the inverse of an input scale can go: not into a linear of another layer, which is written by itself.
 
-    ``stored``: schemes by group. A linear whose scales are powers of two takes none either.
+    ``stored``: schemes by group. A linear whose scales cannot be divided takes none either.
     """
     fold_target = group.fold_target
     if fold_target is None or fold_target.kind == "norm":
@@ -245,7 +245,7 @@ def fold_target_of(
     if producer is None:
         return None
     scheme = FLOAT if stored is None else stored[producer.name]
-    return fold_target if formats()[scheme.format].scale_type == "float" else None
+    return fold_target if formats()[scheme.format].divisible else None
 
 
 def by_layer(graph: PortableGraph) -> list[tuple[str, list[LinearGroup]]]:

@@ -65,7 +65,8 @@ class Format(Protocol):
 
     ``bits``: of a code; 32: a float. ``number_type``: as compressed-tensors calls it in ``config.json``. ``grouped``:
     input channels share scales in groups; other formats have at most one scale per output channel. ``group_size``: the
-    only one that there is; None: any. ``affine``: groups may have zero points.
+    only one that there is; None: any. ``affine``: groups may have zero points. ``divisible``: a checkpoint holds a
+    scale that was divided by any number; else a linear in this format takes no input scale of the next one.
     """
 
     @property
@@ -84,6 +85,8 @@ class Format(Protocol):
     def scale_type(self) -> ScaleType: ...
     @property
     def affine(self) -> bool: ...
+    @property
+    def divisible(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Uncoded:
     group_size: int | None = None
     scale_type: ScaleType = "float"
     affine: bool = False
+    divisible: bool = True
 
 
 @runtime_checkable

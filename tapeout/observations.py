@@ -25,6 +25,7 @@ PLAN_FILE, OBSERVATIONS_FILE = "plan.json", "observations.jsonl"
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Key = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ShadowPlan(Frozen):
@@ -36,11 +37,11 @@ class ShadowPlan(Frozen):
 
     champion: Digest
     challenger: Digest
-    share: float
-    max_disagreement: float
-    confidence: float
-    min_conversations: int
-    max_missed: float
+    share: Share
+    max_disagreement: Annotated[float, Field(gt=0, lt=1)]
+    confidence: Annotated[float, Field(gt=0.5, lt=1)]
+    min_conversations: Count
+    max_missed: Share
 
 
 class Picked(Frozen):

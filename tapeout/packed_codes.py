@@ -45,6 +45,7 @@ class PackedCodes:
     group_size: int | None = None
     scale_type: ScaleType = "float"
     affine: bool = False
+    divisible: bool = True
     layout: str = PACKED
     midpoint: int = 0
 

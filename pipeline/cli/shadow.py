@@ -91,9 +91,10 @@ def mirror(
             expected=f"the same {TOKENIZER} and vocabulary",
             remedy="shadow an engine that was built from the same model",
         )
-    plan = frozen_plan(online, first.digest, second.digest, options.share)
-    if not 0 < plan.share <= 1:
-        raise ServeError(f"the share of mirrored calls is {plan.share:g}", expected="more than 0 and at most 1")
+    share = online.share if options.share is None else options.share
+    if not 0 < share <= 1:
+        raise ServeError(f"the share of mirrored calls is {share:g}", expected="more than 0 and at most 1")
+    plan = frozen_plan(online, first.digest, second.digest, share)
     settings = EngineSettings(options.shadow_threads, 1, public_key=public_key and str(public_key), level=level)
     return Mirrored(options.shadow_log, plan, challenger, settings)
 

@@ -24,16 +24,17 @@ ROOT = Path(__file__).parents[2]
 
 LIBRARIES = (
     *("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy", "gguf", "datasets"),
-    *("lm-eval", "tokenizers", "compressed-tensors", "safetensors"),
+    *("lm-eval", "tokenizers", "compressed-tensors", "safetensors", "scipy", "ml-dtypes", "jinja2", "llguidance"),
+    "sentencepiece",
 )
 
 
 def libraries(target: str) -> dict[str, str]:
     """Distribution -> version, with the compilers of a target."""
-    found = {"python": platform.python_version(), **{name: metadata.version(name) for name in LIBRARIES}}
-    for compiler in find_target(target).capabilities.compilers:
-        with contextlib.suppress(metadata.PackageNotFoundError):  # a build says so
-            found[compiler] = metadata.version(compiler)
+    found = {"python": platform.python_version()}
+    for name in (*LIBRARIES, *find_target(target).capabilities.compilers):
+        with contextlib.suppress(metadata.PackageNotFoundError):  # a stage that needs it says so
+            found[name] = metadata.version(name)
     return found
 
 

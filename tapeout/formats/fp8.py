@@ -25,6 +25,8 @@ _LARGEST_SCALE = np.float32(np.finfo(np.float16).max)
 class Fp8(Fp8Dynamic):
     """Codes are those of ``fp8-dynamic``; ``input_scale`` is a part of the checkpoint, float32 ``[1]``."""
 
+    divisible: bool = False  # a scale below the smallest that is stored would make the channel too large
+
     def storable(self, scales: FloatArray) -> FloatArray:
         limited = np.clip(np.abs(scales), _SMALLEST_SCALE, _LARGEST_SCALE)
         return limited.astype(np.float16).astype(np.float32)

@@ -73,6 +73,7 @@ class Mxfp4(PackedCodes):
     layout: str = LAYOUT
     scale_type: ScaleType = "e8m0"
     group_size: int | None = BLOCK
+    divisible: bool = False
     integer_bits: int = 5
 
     def fit(self, weight: FloatArray, grouping: Grouping, shrink: float = 1.0) -> Grid:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from engines.step_inputs import result_of
 from evals.check import Outcome
 from evals.items import read_items, write_items
 from evals.kinds.parity import ParityReport
-from evals.kinds.parity.reference_logits import REFERENCE_FILE, ReferenceLogits
+from evals.kinds.parity.reference_logits import REFERENCE_FILE, LevelItem, ReferenceLogits
 from evals.kinds.serving import ServedItem
 from evals.level import LEVEL_ITEMS, SERVED_ITEMS, SLOTS, LevelVerdict
 from evals.level_check import check_level
@@ -87,8 +88,8 @@ def judge_run(artifacts: Path, write: Callable[..., Artifact[EngineBundle]]) -> 
     """A run whose evidence is made up, but for the logits of the engine at the best level."""
     judged.write_run(artifacts, write_candidate=write)
     engine, kept = Sequences(load(artifacts / "candidate", threads=1)), ReferenceLogits()
-    for number in range(3):
-        tokens = [(7 * number + 3 * at) % 40 + 1 for at in range(30)]
+    for number in range(artifact.load(artifacts / "parity", ParityReport).record.documents):
+        tokens = [number + 1, *((7 * number + 3 * at) % 40 + 1 for at in range(29))]
         kept.add(tokens, engine.prefill(0, tokens, positions=range(30)))
     engine.close()
     made = artifact.load(artifacts / "parity", ParityReport)
@@ -308,6 +309,16 @@ def without(folder: Path, path: str, batch: int = 0) -> None:
     again.rename(folder)
 
 
+def other_documents(folder: Path, change: Callable[[list[LevelItem]], list[LevelItem]]) -> None:
+    made, again = artifact.load(folder, LevelVerdict), folder.with_name("again")
+    with artifact.create(again, LevelVerdict) as draft:
+        shutil.copy(folder / SERVED_ITEMS, draft.folder / SERVED_ITEMS)
+        write_items(draft.folder / LEVEL_ITEMS, change(list(read_items(folder / LEVEL_ITEMS, LevelItem))))
+        draft.finish(made.record, parents=made.parents)
+    shutil.rmtree(folder)
+    again.rename(folder)
+
+
 def no_answers(body: dict[str, Any]) -> None:
     body["record"]["pressure"]["answers"] = []
 
@@ -327,8 +338,19 @@ def another_parity(body: dict[str, Any]) -> None:
         (lambda folder: without(folder, "running", 2), "has no step of batch size 2 on the path 'running'"),
         (lambda folder: without(folder, "drafts"), "has nothing on the path 'drafts'"),
         (lambda folder: edit_record(folder, no_answers), "has no answers under pressure with greedy"),
+        (lambda folder: other_documents(folder, lambda items: items[1:]), "has 40 of the 41 documents"),
+        (lambda folder: other_documents(folder, lambda items: [items[1], *items[1:]]), "more than once"),
+        (
+            lambda folder: other_documents(
+                folder, lambda items: [items[0].model_copy(update={"kl_sum": -9.0}), *items[1:]]
+            ),
+            "1 of 41 documents have a non-finite or negative KL",
+        ),
     ],
-    ids=["items", "checks", "parity", "of another level", "a path", "a size", "drafts", "answers of the core"],
+    ids=[
+        *("items", "checks", "parity", "of another level", "a path", "a size", "drafts", "answers of the core"),
+        *("a document", "a document twice", "a KL below zero"),
+    ],
 )
 def test_edited_evidence_of_a_level_does_not_count(
     artifacts: Path,
@@ -343,6 +365,23 @@ def test_edited_evidence_of_a_level_does_not_count(
     with pytest.raises(FingerprintError, match="no evidence for"):
         require_judged(artifacts / "candidate")
     assert found in caplog.text
+
+
+def test_an_engine_that_takes_no_drafts_needs_none_at_another_level(
+    artifacts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one with recurrent state. Planted: its evidence was refused, whatever it said."""
+    monkeypatch.setattr("evals.kinds.serving.running_paths.drafted_tokens", lambda has, settings: 0)
+    evidence = judged.good()
+    report = evidence.reports["serving"]
+    record = report.record.model_copy(update={"draft_tokens": 0})
+    without_drafts = replace(evidence, reports={**evidence.reports, "serving": replace(report, record=record)})
+    monkeypatch.setattr(judged, "good", lambda: without_drafts)
+    judge_run(artifacts, builder(family_graph("llama")))
+    folder = verified(artifacts)
+    assert all(item.path != "drafts" for item in read_items(folder / SERVED_ITEMS, ServedItem))
+    processor(monkeypatch, *LEAST.needed)
+    assert require_judged(artifacts / "candidate").level == LEAST.name
 
 
 def test_evidence_of_another_bundle_or_verdict_does_not_count(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummar
 from evals.kinds.tasks import ChoiceItem, EvalReport, TaskItem
 from evals.kinds.text import TextItem
 from evals.known import kinds
+from evals.policy import Policy
 from evals.verdict import COLUMNS
 from pipeline.recipe import Recipe
 from quantization.checkpoint import KVScheme, QuantizedModel
@@ -1167,3 +1168,13 @@ def test_the_report_says_which_experts_no_token_chose(tmp_path: Path):
     assert block.table.rows == ((EXPERTS, 4, 0.75, tokens[0], (tokens[1] + tokens[2]) / 2, tokens[3]),)
     assert block.table.note == f"No token chose {EXPERTS}: 3."
     assert block.metrics == {f"experts.{EXPERTS}.reached": 0.75}
+
+
+def test_a_policy_says_of_every_bound_which_way_is_looser() -> None:
+    """Planted: a wider margin of a task was called tighter."""
+    bounds = SMALL.model_dump(mode="json")
+    for name, bound in bounds.items():
+        wider = name.startswith("max_") or name.endswith("_margin")
+        looser = Policy(bounds={**bounds, name: bound + (1 if wider else -1)}, settings={})
+        (difference,) = looser.differences(Policy(bounds=bounds, settings={}))
+        assert f"gate.{name}" in difference and "(looser than in force)" in difference

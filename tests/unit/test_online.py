@@ -275,3 +275,13 @@ def test_a_folder_without_a_test_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EvidenceError, match=r"no plan\.json"):
         conclude(tmp_path, tmp_path / "online")
     assert not (tmp_path / "online").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_missed", math.nan), ("max_disagreement", math.nan), ("confidence", 1.5), ("share", -1.0)]
+)
+def test_a_plan_of_bounds_that_bound_nothing_is_refused(tmp_path: Path, field: str, value: float) -> None:
+    """Planted: beside a bound of NaN no share of missed conversations is too large, and none is looser."""
+    (tmp_path / PLAN_FILE).write_text(json.dumps(PLAN.model_dump() | {field: value}))
+    with pytest.raises(EvidenceError, match="is not a plan"):
+        read_plan(tmp_path)

@@ -109,3 +109,11 @@ def test_a_canary_is_judged_by_what_users_got(candidate: Figures, outcome: Outco
 
 def test_a_canary_without_a_stable_bundle_beside_it_passes_nothing() -> None:
     assert judge_canary(Figures(), figures(4000), CanaryBounds()).outcome is Outcome.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("stable", [figures(400, failed=400), Figures(calls=400, failed=400), figures(400, failed=301)])
+def test_a_canary_is_not_slow_beside_a_stable_bundle_that_answers_nothing(stable: Figures) -> None:
+    """Planted: without a first token of the stable bundle, every call of the candidate counted as slow."""
+    found = judge_canary(stable, figures(4000), CanaryBounds())
+    assert found.outcome is Outcome.INCONCLUSIVE
+    assert f"{400 - stable.failed} calls of the stable bundle got a first token" in found.reason

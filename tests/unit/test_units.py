@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quantization import input_scale
 from quantization.units import (
     candidates_for,
     fitted_schemes,
@@ -19,8 +20,10 @@ from quantization.units import (
     written_units,
 )
 from tapeout.artifact import Artifact
-from tapeout.portable_graph import LinearGroup, PortableGraph
-from tapeout.quantized import stored_by_rtn
+from tapeout.formats import formats
+from tapeout.number_format import NumberFormat
+from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
+from tapeout.quantized import format_of, round_to_nearest, stored_by_rtn
 from tapeout.recipe import Rule
 from tapeout.schemes import CANDIDATE_SCHEMES, FLOAT, STATIC_INT8, Scheme
 from tests.graphs import llama_graph
@@ -120,8 +123,6 @@ def test_the_menu_fits_every_width_and_offers_nothing_twice(columns: int) -> Non
 
 
 def test_a_scale_goes_into_a_linear_of_the_same_layer_only(graph: Artifact[PortableGraph]) -> None:
-    from tapeout.portable_graph import FoldTarget
-
     groups = {g.name: g for g in graph.record.groups}
     near = groups["layers.1.down"].model_copy(
         update={"fold_target": FoldTarget(kind="linear", weight=groups["layers.1.gate_up"].members[1])}
@@ -132,3 +133,21 @@ def test_a_scale_goes_into_a_linear_of_the_same_layer_only(graph: Artifact[Porta
     assert fold_target_of(far, graph.record) is None
     assert fold_target_of(norm, graph.record) == norm.fold_target
     assert fold_target_of(groups["layers.1.o"], graph.record) is None
+
+
+@pytest.mark.parametrize("name", [name for name, found in formats().items() if isinstance(found, NumberFormat)])
+def test_a_producer_makes_up_for_an_input_scale_or_gets_none(graph: Artifact[PortableGraph], name: str) -> None:
+    """Planted: scales of FP8 that are divided and then cut off where float16 has no smaller normal number."""
+    groups = {group.name: group for group in graph.record.groups}
+    producer = groups["layers.1.gate_up"].members[1]
+    down = groups["layers.1.down"].model_copy(update={"fold_target": FoldTarget(kind="linear", weight=producer)})
+    scheme = Scheme.model_validate({"format": name} | ({"group_size": 32} if formats()[name].grouped else {}))
+    target = fold_target_of(down, graph.record, {"layers.1.gate_up": scheme})
+    weight = (np.random.default_rng(0).standard_normal((64, 64)) * 0.02).astype(np.float32)
+    scale = np.geomspace(0.01, 100, 64).astype(np.float32)
+    made, absorbing = round_to_nearest(weight, scheme), FoldTarget(kind="linear", weight=producer)
+    folded = format_of(scheme).storable(input_scale.absorb(made.scales, scale, absorbing))
+    divided = np.allclose(folded * scale[:, None], made.scales, rtol=1e-3)
+    assert (target == down.fold_target) == divided, (
+        "a linear of this format is divided by what it cannot hold, or never"
+    )

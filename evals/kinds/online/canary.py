@@ -61,18 +61,22 @@ def judge_canary(stable: Figures, candidate: Figures, bounds: CanaryBounds) -> C
         ("are slow", slow, first, bounds.max_slow),
     ]
     enough = min(stable.calls, candidate.calls) >= bounds.min_calls
+    usual = sum(stable.first_tokens)  # calls that say how long a first token takes
     waiting = ""
     for name, count, calls, bound in shares:
         outcome = _share_test(count, calls, bound, bounds.confidence).outcome
         found = f"{count:,} of {calls:,} calls of the candidate {name}; the bound is {100 * bound:g} %"
-        # What is slow shows only beside enough calls that are not.
-        if outcome is Outcome.FAIL and (enough or name == "failed"):
+        # What is slow shows only beside enough calls that are not, and that were answered.
+        if outcome is Outcome.FAIL and (name == "failed" or (enough and usual >= bounds.min_calls)):
             return CanaryVerdict(Outcome.FAIL, found)
         if outcome is not Outcome.PASS:
             waiting = waiting or f"not yet decided: {found}"
     if not enough:
         calls = f"{candidate.calls:,} calls of the candidate and {stable.calls:,} of the stable bundle"
         return CanaryVerdict(Outcome.INCONCLUSIVE, f"{calls}; at least {bounds.min_calls:,} of each are needed")
+    if usual < bounds.min_calls:
+        answered = f"{usual:,} calls of the stable bundle got a first token; at least {bounds.min_calls:,} are needed"
+        return CanaryVerdict(Outcome.INCONCLUSIVE, answered)
     if waiting:
         return CanaryVerdict(Outcome.INCONCLUSIVE, waiting)
     return CanaryVerdict(Outcome.PASS, f"{candidate.calls:,} calls: {candidate.failed:,} failed, {slow:,} slow")

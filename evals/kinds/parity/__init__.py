@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from evals.conditions import Condition
 
 
+DOCUMENT_CHECK = "parity_document_kl"  # its ``n`` is the number of documents
+
+
 class ParityItem(Frozen):
     """One document scored by the engine and by the quantized torch model it was built from.
 
@@ -204,7 +207,7 @@ class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
                 *_state_checks(report, bounds),
                 *_expert_checks(report, bounds),
                 at_most(
-                    "parity_document_kl",
+                    DOCUMENT_CHECK,
                     "mean KL of the worst document, engine against quantized model, nats",
                     {f"document {short(i.doc_hash)}": i.kl_sum / i.tokens for i in report.items},
                     bounds.max_parity_document_kl,
