@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from quantization.checkpoint_formats import FLOAT_STORED, Parameter, ParameterPlace
-from quantization.stored import REMEDY, Declared, channels_of_block, mapping, whole
+from quantization.stored import REMEDY, Declared, Strategy, channels_of_block, mapping, whole
 from tapeout.errors import QuantizationError
 from tapeout.formats import formats
 from tapeout.integers import Integers
@@ -154,13 +154,14 @@ def declared(module: str, config: Mapping[str, Any]) -> Declared:
         )
     size = weights.get("group_size")
     strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
-    blocks = {
+    blocks: dict[Strategy, Callable[[], tuple[int | None, int | None]]] = {
         "tensor": lambda: (None, None),
         "channel": lambda: (1, None),
         "group": lambda: (1, whole("group_size", size)),
         "block": lambda: channels_of_block("block_structure", weights.get("block_structure")),
     }
-    if not isinstance(strategy, str) or strategy not in blocks:
+    known = next((name for name in blocks if name == strategy), None)
+    if known is None:
         raise QuantizationError(
             f"quantization_config says one scale per {strategy} for the weight of {module}",
             expected=f"one of {', '.join(blocks)}",
@@ -168,8 +169,8 @@ def declared(module: str, config: Mapping[str, Any]) -> Declared:
         )
     return Declared(
         layout,
-        strategy,
-        blocks[strategy](),
+        known,
+        blocks[known](),
         bits=whole("num_bits", weights.get("num_bits", 8)),
         symmetric=bool(weights.get("symmetric", True)),
         sorted=weights.get("actorder") in ("group", "dynamic", True),
