@@ -188,7 +188,9 @@ class Sequences:
         if source is not None and source != slot:
             self._require_slots(source, 1)
             has = self.engine.capabilities
-            shared = start // has.block_tokens if has.shares_blocks else 0
+            # Tokens that are fed again are written to blocks of its own: others may share those of the source, too.
+            begin = self._states[source].nearest(start)[0] if self._states else start
+            shared = begin // has.block_tokens if has.shares_blocks else 0
             self._copy(source, slot, start, shared)
             blocks = [*self._tables[source][:shared], *blocks[shared:]] if shared else blocks
         if not self._states:

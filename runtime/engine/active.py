@@ -27,10 +27,13 @@ class ActiveRequest:
     ended: bool = False
 
     def take(self, tokens: Sequence[int]) -> None:
-        """New tokens, up to one that stops the response."""
-        stops, least = self.request.stop_tokens, self.request.min_new_tokens - self.answered
+        """New tokens, up to one that stops the response.
+
+        Before it has ``min_new_tokens``, the sampler chooses one only where a constraint leaves nothing else.
+        """
+        stops = self.request.stop_tokens
         for count, token in enumerate(tokens):
-            if token in stops and count >= least:
+            if token in stops:
                 self.stops, tokens = True, tokens[: count + 1]
                 break
         self.tokens, self.last = tuple(tokens), tokens[-1]

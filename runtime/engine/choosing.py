@@ -48,17 +48,14 @@ def choose(sampler: BatchSampler, step: Sequence[tuple[Work, ActiveRequest, Resu
 def _draw(
     sampler: BatchSampler, drafts: Mapping[str, Sequence[int]], logits: Mapping[str, FloatArray]
 ) -> Mapping[str, Sequence[SampledToken]]:
-    """The choices of each request. If this fails, all choose alone, and those that fail alone end.
-
-    So do those with drafts: some of their choices may count as said already.
-    """
+    """The choices of each request. If this fails, all choose alone, and those that fail alone end."""
     try:
         return sampler.choose_drafted(drafts, logits)
     except Exception as failure:
-        failed = [SampledToken(-1, error=f"sampling failed: {one_line(failure)}")]
         if len(drafts) == 1:
-            return dict.fromkeys(drafts, failed)
-        return {id: failed if guesses else _draw(sampler, {id: guesses}, logits)[id] for id, guesses in drafts.items()}
+            failed = SampledToken(-1, error=f"sampling failed: {one_line(failure)}")
+            return {id: [failed] for id in drafts}
+        return {id: _draw(sampler, {id: guesses}, logits)[id] for id, guesses in drafts.items()}
 
 
 def _score(sampler: BatchSampler, active: ActiveRequest, logits: FloatArray) -> None:

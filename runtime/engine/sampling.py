@@ -26,7 +26,7 @@ from engines.protocol import Draw, Entry, Filters, FloatArray, Ranked
 from runtime.constraints.compiler import ConstraintCompiler, Matcher
 from runtime.engine.draw import draw, filters_of, random_bits
 from runtime.wire.messages import GenerateRequest, SamplingSettings, TokenLogprobs
-from tapeout.errors import RequestError
+from tapeout.errors import RequestError, one_line
 
 MOST_LOGPROBS = 128
 
@@ -128,12 +128,19 @@ class BatchSampler:
         """The next tokens of requests with D drafts each, of which D may differ: one token at least, 1 + D at most.
 
         ``logits[id]``: float32 ``[1 + D, V]``, after the last token and after each draft. The choices end with the
-        first that differs from its draft, fails, or is a stop token; all of them count as said.
+        first that differs from its draft, fails, or is a stop token; all of them count as said. So what raises behind a
+        draft fails those that are still drawing, and raises here only where nothing was chosen yet.
         """
         choices: dict[str, list[SampledToken]] = {id: [] for id in drafts}
         going, at = list(drafts), 0
         while going:
-            for id, choice in zip(going, self.choose(going, [logits[id][at] for id in going]), strict=True):
+            try:
+                found = self.choose(going, [logits[id][at] for id in going])
+            except Exception as failure:
+                if not at:
+                    raise
+                found = [SampledToken(-1, error=f"sampling failed: {one_line(failure)}")] * len(going)
+            for id, choice in zip(going, found, strict=True):
                 choices[id].append(choice)
             going = [
                 id

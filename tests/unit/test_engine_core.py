@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +15,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines.kernels.serving import Clipping, ValueCounts
 from engines.protocol import Entry, Result
+from runtime.engine.active import ActiveRequest
+from runtime.engine.cache.kinds import Lease
+from runtime.engine.choosing import choose
 from runtime.engine.core import EngineCore
 from runtime.engine.counters import CLIPPING_STEPS
 from runtime.engine.running_steps import BROKEN_STEPS, EngineBrokenError
+from runtime.engine.sampling import BatchSampler
 from runtime.engine.scheduling.step_costs import StepCosts
+from runtime.engine.scheduling.work import Work
 from runtime.engine.speculation import Speculation
 from runtime.wire.codec import decode, encode
 from runtime.wire.limits import Limits, QueueFullError
-from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings, StepReport
+from runtime.wire.messages import Constraint, Delta, GenerateRequest, SamplingSettings, StepReport
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 
@@ -291,18 +297,72 @@ def test_an_engine_that_runs_nothing_is_broken() -> None:
 
 def test_sampling_that_raises_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     made = core()
-    choose = made._sampler.choose
+    draw = made._sampler.choose
 
     def fails(ids: Sequence[str], rows: Any) -> Any:
         if "bad" in ids:
             raise ZeroDivisionError("planted")
-        return choose(ids, rows)
+        return draw(ids, rows)
 
     monkeypatch.setattr(made._sampler, "choose", fails)
     settings = SamplingSettings(temperature=1.0, seed=1)
     deltas = served(made, GenerateRequest("good", [1, 2], 3, settings), GenerateRequest("bad", [1, 2], 3, settings))
     assert whole(deltas["good"])["reason"] == "length"
     assert deltas["bad"][0].finish_reason == "error" and "planted" in (deltas["bad"][0].error or "")
+
+
+def test_sampling_that_raises_behind_a_draft_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others have chosen in the same step counts as said already: it must not be chosen again."""
+    logits = np.random.default_rng(0).normal(size=(2, VOCABULARY)).astype(np.float32)
+    plain, drafted = (
+        GenerateRequest(id, [1], 9, SamplingSettings(temperature=2.0, seed=seed)) for id, seed in (("a", 3), ("b", 4))
+    )
+    reference, sampler = BatchSampler(VOCABULARY), BatchSampler(VOCABULARY)
+    for request in (plain, drafted):
+        reference.add(request)
+        sampler.add(request)
+    said = [reference.choose(["a"], logits[:1])[0].token for _ in range(2)]
+    guess = reference.choose(["b"], logits[:1])[0].token
+    draw = sampler.choose
+
+    def fails(ids: Sequence[str], rows: Any) -> Any:
+        if list(ids) == ["b"]:  # the guess holds, and what follows it is drawn alone
+            raise ZeroDivisionError("planted")
+        return draw(ids, rows)
+
+    monkeypatch.setattr(sampler, "choose", fails)
+    first, second = ActiveRequest(plain, 0), ActiveRequest(drafted, 0)
+    works = Work("a", [1], 0, Lease(), True), Work("b", [1, guess], 0, Lease(), True, drafts=1)
+    results = Result(logits=logits[:1]), Result(logits=logits)
+    choose(sampler, [*zip(works, (first, second), results, strict=True)])
+    assert first.tokens == (said[0],) and first.error is None
+    assert "planted" in (second.error or "")
+    assert draw(["a"], logits[:1])[0].token == said[1] != said[0]
+
+
+def test_a_completed_constraint_ends_the_response_whatever_the_minimum() -> None:
+    class Compiler:
+        def start(self, constraint: Constraint) -> Future[Any]:
+            found: Future[Any] = Future()
+            found.set_result(Yes())
+            return found
+
+    class Yes:
+        """The one response is token 5."""
+
+        error, complete = None, False
+
+        def mask(self, stops: Iterable[int]) -> Any:
+            return np.array([sum(1 << token for token in (stops if self.complete else [5]))], np.uint32)
+
+        def advance(self, token: int) -> None:
+            self.complete = True
+
+    compiler: Any = Compiler()
+    made = EngineCore(CoreEngine(), Limits(), BatchSampler(VOCABULARY, compiler))
+    request = GenerateRequest("a", [1, 2], 9, stop_tokens=frozenset({STOP}), min_new_tokens=5)
+    found = whole(served(made, replace(request, constraint=Constraint("regex", "5")))["a"])
+    assert (found["tokens"], found["reason"]) == ([5, STOP], "stop")
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, OFFSETS, SLOTS, STARTS, IOContract
+from engines.bundle import BLOCK_TABLE, BLOCK_TOKENS, GREEDY, NEXT_TOKENS, OFFSETS, SLOTS, STARTS, IOContract
 from engines.protocol import Entry
 from engines.targets.ort_cpu import paged_engine
 from engines.targets.ort_cpu.paged_engine import PagedEngine
@@ -64,13 +64,24 @@ class Session:
                     states.append(chain(state[slot, 1] if position else BEGIN, token))
                     state[slot] = states[-1]
                 found.append(sum(states) / len(states))
+        if arrays.get(GREEDY):
+            arrays[NEXT_TOKENS][:] = np.array(found)[arrays["logit_positions"]] % V
+            return
         arrays["logits"][:] = np.arange(V) == np.array(found)[arrays["logit_positions"]][:, None] % V
 
 
-def engine_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, snapshots: int | None = None) -> PagedEngine:
-    """Of three sequences. Runs are of 7 tokens."""
+def engine_of(
+    kind: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    snapshots: int | None = None,
+    *,
+    chooses: bool = False,
+) -> PagedEngine:
+    """Of three sequences. Runs are of 7 tokens. ``chooses``: tokens are found in the graph."""
     bundle = write_bundle(folder / "bundle", "weights")
     inputs = [OFFSETS, STARTS, *([BLOCK_TABLE] if kind != "recurrent" else []), *([SLOTS] if kind != "paged" else [])]
+    inputs += [GREEDY] if chooses else []
     io = bundle.record.io.model_copy(
         update={"inputs": tuple(inputs), "state": KINDS[kind], "max_tokens": 256, "vocab_size": V}
     )
@@ -113,6 +124,20 @@ def test_sequences_in_one_step_have_state_of_their_own(
     assert chosen(engine, fed(kind, other, 0, 2)) == [alone(other)], "a sequence begins from zeros"
     engine.close()
     engine.close()
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_an_entry_of_two_runs_has_the_tokens_of_both(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which one chooses tokens in the graph, and the other gives logits, which another entry wants."""
+    engine = engine_of("paged", tmp_path, monkeypatch, chooses=True)
+    split, ahead, beside = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9]
+    batch = [fed("paged", ahead, 0, 0), fed("paged", split, 0, 1), fed("paged", beside, 0, 2)]
+    batch[0 if first == 1 else 2] = batch[0 if first == 1 else 2]._replace(wanted="logits")
+    results = engine.step(batch)
+    assert not any(result.error for result in results)
+    assert results[1].tokens is not None and results[1].tokens.tolist() == alone(split)
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "mixed"])

@@ -91,6 +91,18 @@ def test_a_sequence_goes_on_at_any_position_that_it_holds(kind: str, calls: list
             held[slot] = []  # blocks are shared for one step
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("resumed", [3, 9, None])
+def test_several_sequences_go_on_from_one_in_one_step(kind: str, resumed: int | None) -> None:
+    """Also those that are fed again from an earlier position: they write no block that they share."""
+    engine, sequences = opened(kind)
+    tokens = list(range(12))
+    sequences.feed([SlotEntry(2, tokens, 0, (), None, resumed)])
+    rows = sequences.feed([SlotEntry(0, [50], 9, None, 2), SlotEntry(1, [51, 52], 9, None, 2)])
+    found = [int(row.argmax()) for row in rows]
+    assert found == [expected(engine, [*tokens[:9], *more])[-1] for more in ([50], [51, 52])]
+
+
 @pytest.mark.parametrize("kind", ["recurrent", "both"])
 def test_what_a_slot_does_not_hold_is_refused(kind: str) -> None:
     _, sequences = opened(kind)

@@ -234,6 +234,12 @@ def test_scoring_alone(server: Served) -> None:
     assert only["choices"][0]["text"] == "abc" and only["choices"][0]["finish_reason"] == "length"
 
 
+def test_an_echo_of_the_end_of_a_text_says_where_its_tokens_are_in_it(server: Served) -> None:
+    body = {"prompt": "abcdef", "truncate_prompt_tokens": 3, "max_tokens": 1, "logprobs": 0, "echo": True}
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    assert choice["text"].startswith("abcdef") and choice["logprobs"]["text_offset"] == [3, 4, 5, 6]
+
+
 def test_a_streamed_echo_comes_first_and_once(server: Served) -> None:
     body = {"prompt": ["ab", "cd"], "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 0}
     whole = server.post("/v1/completions", body).json()["choices"]

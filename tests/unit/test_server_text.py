@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from functools import cache
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from runtime.gateway.http.completions import CompletionWriter
+from runtime.gateway.http.generation import ResponseChoice, ResponseChunk
+from runtime.gateway.protocol.bodies import CompletionBody
+from runtime.gateway.protocol.calls import Call, Caller
 from runtime.gateway.text.model import ResponseText, TextModel
-from runtime.wire.messages import FinishReason
+from runtime.wire.messages import FinishReason, GenerateRequest, TokenLogprobs
 from tests.http_server import CALLS, END, END_TOKEN, START, byte_tokenizer, ids
 
 TEXTS = st.text(st.sampled_from("aab<|>xé🙂日 \n"), max_size=30)
@@ -110,6 +115,24 @@ def test_the_stop_token_has_no_text_unless_asked_for() -> None:
     assert ordinary.push(ids("hi"), "stop").text == "h"
     passed = ResponseText(model(), stop_tokens=frozenset(ids("i")))
     assert passed.push(ids("hi"), "length").text == "hi", "a stop token that did not end the response is text"
+
+
+def test_an_echoed_text_has_no_room_for_what_the_tokenizer_puts_before_it() -> None:
+    tokenizer = Tokenizer.from_str(byte_tokenizer().to_str())  # other tests share that one
+    before = tokenizer.encode(START, add_special_tokens=False).ids
+    assert len(before) == 1
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, before[0])])
+    prompt, body = tokenizer.encode("ab").ids, CompletionBody(prompt="ab", echo=True, logprobs=0)
+    call = Call("", "", "", "", "", Caller(), stream=False, prompts=[prompt], n=1, max_new_tokens=1)
+    made = TextModel("digest", tokenizer)
+    choice = ResponseChoice(0, 0, GenerateRequest("", prompt, 1), ResponseText(made))
+    scores = (None, *(TokenLogprobs(token, -1.0) for token in prompt[1:]))
+
+    async def chunks() -> AsyncGenerator[ResponseChunk]:
+        yield ResponseChunk(choice, "c", tuple(ids("c")), (0,), (TokenLogprobs(ids("c")[0], -1.0),), scores, "length")
+
+    found = asyncio.run(CompletionWriter(body, call, made, ["ab"]).response(chunks()))["choices"][0]
+    assert found["text"] == "abc" and found["logprobs"]["text_offset"] == [0, 0, 1, 2]
 
 
 def test_special_tokens_are_hidden_or_shown() -> None:

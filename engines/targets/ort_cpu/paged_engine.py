@@ -103,14 +103,18 @@ class PagedEngine(WholeSteps):
             else:
                 logits, first = self._logits(run), 0
                 for piece in run:
-                    if piece.positions:
-                        parts.setdefault(piece.entry, []).append(logits[first : first + len(piece.positions)])
-                        first += len(piece.positions)
+                    if not piece.positions:
+                        continue
+                    found = logits[first : first + len(piece.positions)]
+                    first += len(piece.positions)
+                    if batch[piece.entry].wanted == "token":  # another run of it may have chosen tokens
+                        _add(results, piece.entry, result_of(batch[piece.entry], found))
+                    else:
+                        parts.setdefault(piece.entry, []).append(found)
             if self._state:
                 self._keep(run)
         for number, found in parts.items():
-            if results[number].error is None:
-                results[number] = result_of(batch[number], found[0] if len(found) == 1 else np.concatenate(found))
+            results[number] = result_of(batch[number], found[0] if len(found) == 1 else np.concatenate(found))
         return results
 
     def prepare(self, ahead: int) -> bool:
@@ -222,11 +226,16 @@ class PagedEngine(WholeSteps):
                 continue
             found = chosen[first : first + len(piece.positions)]
             first += len(piece.positions)
-            before = results[piece.entry]
-            if before.error is not None:
-                continue
-            if not finite and found.min() < 0:
-                results[piece.entry] = Result(error=not_finite())
-            else:
-                tokens = found if before.tokens is None else np.concatenate((before.tokens, found))
-                results[piece.entry] = Result(tokens=tokens)
+            lacks = not finite and found.min() < 0
+            _add(results, piece.entry, Result(error=not_finite()) if lacks else Result(tokens=found))
+
+
+def _add(results: list[Result], number: int, new: Result) -> None:
+    """What a run has brought an entry that wants tokens, behind what runs before it have."""
+    before = results[number]
+    if before.error is not None:
+        return
+    if before.tokens is None or new.tokens is None:
+        results[number] = new
+    else:
+        results[number] = Result(tokens=np.concatenate((before.tokens, new.tokens)))

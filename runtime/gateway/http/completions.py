@@ -71,7 +71,7 @@ async def completions(service: Service, request: Request) -> Response:
         prompt_logprobs=max(asked, default=None),
         constraint=constraint,
     )
-    writer = _CompletionWriter(body, call, model, texts)
+    writer = CompletionWriter(body, call, model, texts)
     chunks = generate(service.client, call, choices, service.hooks)
     if not body.stream:
         content = await unless_disconnected(request.receive, writer.response(chunks))
@@ -105,7 +105,7 @@ async def _prompts(
     return texts, [next(encoded) if isinstance(entry, str) else entry for entry in given]
 
 
-class _CompletionWriter:
+class CompletionWriter:
     """The response of a call, in one piece or as events. ``texts``: of the prompts, where they were given as text."""
 
     def __init__(self, body: CompletionBody, call: Call, model: TextModel, texts: Sequence[str | None]) -> None:
@@ -205,7 +205,11 @@ class _CompletionWriter:
         known = self._echoes.get(choice.prompt)
         if known is None:
             read = ResponseText(self._model, skip_special=False).push(choice.request.prompt, "length")
-            known = self._echoes[choice.prompt] = (self._texts[choice.prompt] or read.text, list(read.offsets))
+            text = self._texts[choice.prompt] or read.text
+            # Special tokens that the tokenizer puts before a text are not in it; a prompt can be the end of a text.
+            same_end = text.endswith(read.text) or read.text.endswith(text)
+            shift = len(text) - len(read.text) if same_end else 0
+            known = self._echoes[choice.prompt] = text, [max(offset + shift, 0) for offset in read.offsets]
         return known
 
     def _head(self) -> dict[str, Any]:
