@@ -160,7 +160,8 @@ def declared(module: str, config: Mapping[str, Any]) -> Declared:
         "group": lambda: (1, whole("group_size", size)),
         "block": lambda: channels_of_block("block_structure", weights.get("block_structure")),
     }
-    known = next((name for name in blocks if name == strategy), None)
+    names: dict[str, Strategy] = {name: name for name in blocks}
+    known = names.get(strategy) if isinstance(strategy, str) else None
     if known is None:
         raise QuantizationError(
             f"quantization_config says one scale per {strategy} for the weight of {module}",
