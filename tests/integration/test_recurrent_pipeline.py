@@ -89,6 +89,10 @@ MODELS = {
 }
 
 
+# The first test of a model waits for all stages, which took 600 s beside much other work.
+pytestmark = pytest.mark.timeout(1800)
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
