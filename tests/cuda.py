@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from benchmarks.gpu.driver import Driver, Launch
 from engines.kernels.cuda import compiler
 from engines.kernels.cuda.packing import by_row_pair, packed
-from engines.kernels.cuda.parameters import BlockLinear, QuantizeRows, Weight
+from engines.kernels.cuda.parameters import LINEAR_SLICES, BlockLinear, QuantizeRows, Weight
 from tapeout.quantized import QuantizedWeight
 
 Array = NDArray[Any]
@@ -167,10 +167,14 @@ def block_linear(
 ) -> NDArray[np.float32]:
     """``x`` [M, K] in 16 bits, or codes in E4M3 with ``x_scales`` [M]; [M, N].
 
-    ``many_blocks``: from so many on the kernel for many tokens is launched.
+    ``many_blocks``: with fewer each slice of the channels has a block of its own.
     """
     y = device.empty((len(x), w.N), np.float32)
     bias, x_scales = (None if one is None else device.put(one) for one in (bias, x_scales))
-    parameters = BlockLinear(w, at(device.put(x)), at(x_scales), at(bias), at(y), len(x))
+    places = -(-w.N // 128) * -(-len(x) // 32)
+    sums = device.empty((places * LINEAR_SLICES * 128 * 64,), np.float32)
+    ended = device.put(np.zeros(places, np.uint32))
+    parameters = BlockLinear(w, at(device.put(x)), at(x_scales), at(bias), at(y), at(sums), at(ended), len(x))
     device.launch("block_linear", parameters, TYPES.index(kind), many_blocks)
+    assert not ended.any()
     return y.copy()

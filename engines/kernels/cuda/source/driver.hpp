@@ -43,6 +43,22 @@ struct Copy2D {
 };
 enum { DEVICE_MEMORY = 2 };
 
+/* How a kernel is launched. The order is CUlaunchConfig's, and that of an attribute CUlaunchAttribute's. */
+typedef struct {
+  uint32_t name, unused;
+  union {
+    int32_t value;
+    char bytes[64];
+  };
+} LaunchAttribute;
+typedef struct {
+  uint32_t grid[3], threads[3], shared_bytes;
+  void* stream;
+  const LaunchAttribute* attributes;
+  uint32_t attribute_count;
+} LaunchConfig;
+enum { BEGINS_EARLY = 6 }; /* an attribute: a kernel may begin before the one before it has ended */
+
 #define DRIVER_FUNCTIONS(F)                                                                                     \
   F(cuInit, (unsigned flags))                                                                                   \
   F(cuDriverGetVersion, (int* version))                                                                         \
@@ -67,9 +83,7 @@ enum { DEVICE_MEMORY = 2 };
   F(cuModuleUnload, (void* module))                                                                             \
   F(cuModuleGetFunction, (void** function, void* module, const char* name))                                     \
   F(cuFuncSetAttribute, (void* function, int attribute, int value))                                             \
-  F(cuLaunchKernel,                                                                                             \
-    (void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y, \
-     unsigned threads_z, unsigned shared_bytes, void* stream, void** parameters, void** extra))                 \
+  F(cuLaunchKernelEx, (const LaunchConfig* config, void* function, void** parameters, void** extra))            \
   F(cuStreamCreate, (void** stream, unsigned flags))                                                            \
   F(cuStreamDestroy_v2, (void* stream))                                                                         \
   F(cuStreamSynchronize, (void* stream))                                                                        \

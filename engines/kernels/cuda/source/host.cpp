@@ -78,9 +78,16 @@ switch_stack:
 enum { RETURN = 11, FRAME = 20 };
 #endif
 
-enum { MOST_THREADS = 1024, LANES = 32, STACK_BYTES = 256 << 10 };
+enum { MOST_THREADS = 1024, LANES = 32, STACK_BYTES = 256 << 10, MOST_COPIES = 128 };
 
 enum State { READY, AT_BARRIER, AT_MEETING, DONE };
+
+/* A copy to shared memory that its thread has not waited for. */
+struct Copy {
+  void* to;
+  const void* from;
+  uint32_t bytes, group;
+};
 
 struct Fiber {
   void* stack; /* where it goes on */
@@ -88,6 +95,8 @@ struct Fiber {
   unsigned index;
   State state;
   void* shadow; /* the sanitizer's */
+  Copy copies[MOST_COPIES];
+  uint32_t copy_count, group; /* group: of copies that begin now */
 };
 
 struct WarpState {
@@ -204,6 +213,31 @@ Lane* meet(Meeting meeting, const void* in, size_t bytes) {
   return lane;
 }
 
+void copy_async(void* shared, const void* from, uint32_t bytes) {
+  Fiber* fiber = scheduler->running;
+  if (fiber->copy_count == MOST_COPIES) {
+    scheduler->error = "a thread has begun too many copies";
+    return;
+  }
+  memset(shared, 0xff, bytes);
+  fiber->copies[fiber->copy_count++] = {shared, from, bytes, fiber->group};
+}
+void end_of_copies() {
+  scheduler->running->group++;
+}
+void wait_for_copies(unsigned later) {
+  Fiber* fiber = scheduler->running;
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < fiber->copy_count; i++) {
+    const Copy one = fiber->copies[i];
+    if (one.group + later < fiber->group)
+      memcpy(one.to, one.from, one.bytes);
+    else
+      fiber->copies[kept++] = one;
+  }
+  fiber->copy_count = kept;
+}
+
 void* block_memory() {
   return scheduler->memory;
 }
@@ -282,7 +316,10 @@ static void set_order(unsigned order) {
 static void run_block() {
   Scheduler* s = scheduler;
   s->at_barrier = s->done = 0;
-  for (unsigned i = 0; i < s->threads; i++) s->fibers[i].state = READY;
+  for (unsigned i = 0; i < s->threads; i++) {
+    Fiber* fiber = &s->fibers[i];
+    fiber->state = READY, fiber->copy_count = fiber->group = 0;
+  }
   for (unsigned i = 0; i < s->threads / LANES; i++) s->warps[i].arrived = 0;
   while (s->done < s->threads && !s->error) {
     bool any = false;

@@ -89,8 +89,30 @@ inline uint32_t load_once(const uint32_t* from) {
   return *from;
 }
 
-/* Blocks run one after the other. */
+inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
+  return (word & mask) | bits;
+}
+
+/* Bytes that are copied are NaNs until they are waited for. */
+void copy_async(void* shared, const void* from, uint32_t bytes);
+void end_of_copies();
+void wait_for_copies(unsigned later);
+template <int BYTES>
+inline void copy_async(void* shared, const void* from) {
+  copy_async(shared, from, BYTES);
+}
+template <int LATER>
+inline void wait_for_copies() {
+  wait_for_copies(LATER);
+}
+
+/* Kernels and blocks run one after the other. */
+inline void wait_for_kernel_before() {}
+inline void let_next_kernel_begin() {}
 inline float2 load_of_others(const float2* from) {
+  return *from;
+}
+inline float4 load_of_others(const float4* from) {
   return *from;
 }
 inline uint32_t atomicAdd(uint32_t* to, uint32_t x) {

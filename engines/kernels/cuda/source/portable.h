@@ -50,6 +50,53 @@ __device__ __forceinline__ float2 load_of_others(const float2* from) {
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
   return x;
 }
+__device__ __forceinline__ float4 load_of_others(const float4* from) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
+/* word & mask | bits, in one instruction: a compiler sees to that only where one of the two is in a register. */
+__device__ __forceinline__ uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(word), "r"(mask), "r"(bits));
+  return y;
+}
+
+/* Copies of 16, 8 or 4 bytes to shared memory, which end when the thread that began them waits. What it began up to
+   `end_of_copies` is a group. Others see them behind a barrier after that. */
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* shared, const void* from) {
+  const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void end_of_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+/* All groups but the last LATER have ended. */
+template <int LATER>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+/* A kernel may begin while the one before it still runs: until it has waited, it touches nothing that kernels of the same
+   step write or read, only weights and what the host has sent. Every kernel waits, so that each ends after those before. */
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 /* 2^x, to about two units in the last place. */
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -164,11 +211,13 @@ __device__ __forceinline__ uint32_t pair_of(float first, float second, int bfloa
 /* The types of activations. `mma` takes operands of this type. */
 struct F16 {
   typedef uint16_t Element;
+  typedef uint4 Eight; /* elements */
   static __device__ __forceinline__ uint32_t pair(float first, float second) { return f16x2_of(first, second); }
   static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_f16(c, a, b); }
 };
 struct BF16 {
   typedef uint16_t Element;
+  typedef uint4 Eight;
   static __device__ __forceinline__ uint32_t pair(float first, float second) { return bf16x2_of(first, second); }
   static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_bf16(c, a, b); }
 };
@@ -180,6 +229,7 @@ constexpr bool SAME<A, A> = true;
 
 struct E4M3 {
   typedef uint8_t Element;
+  typedef uint2 Eight;
   static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_e4m3(c, a, b); }
 };
 enum { LARGEST_E4M3 = 448 };
