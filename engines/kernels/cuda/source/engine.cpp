@@ -52,7 +52,7 @@ typedef struct {
   void** graphs; /* of buckets */
   Function functions[FUNCTIONS];
   int function_count;
-  uint32_t many_blocks;
+  uint32_t multiprocessors, many_blocks;
   DevicePointer arena;
   Begun steps[STEPS]; /* take turns */
   uint64_t begun, ended;
@@ -108,7 +108,7 @@ static int find_device(Engine* e) {
   if (e->driver.cuInit(0)) return fail(e, NO_GPU, "the driver finds no GPU");
   CALL(cuDeviceGet, &e->device, 0);
   CALL(cuDeviceGetAttribute, &multiprocessors, MULTIPROCESSORS, e->device);
-  e->many_blocks = (uint32_t)multiprocessors / 2;
+  e->multiprocessors = (uint32_t)multiprocessors, e->many_blocks = e->multiprocessors / 2;
   CALL(cuDevicePrimaryCtxRetain, &e->context, e->device);
   e->has_context = 1;
   CALL(cuCtxSetCurrent, e->context);
@@ -267,7 +267,7 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
       a->M = step->M, a->B = step->B, a->columns = e->settings.columns;
       a->parts = (step->keys + ATTENTION_PART - 1) / ATTENTION_PART;
       a->few_tokens = step->few_tokens, a->most_tokens = step->most_tokens;
-      return tapeout_cuda_attention(a, launches);
+      return tapeout_cuda_attention(a, e->multiprocessors, launches);
     }
     case CHOOSE:
       o->choose.draws = reinterpret_cast<const Draw*>(inputs + at->draws), o->choose.M = step->P;

@@ -78,9 +78,15 @@ switch_stack:
 enum { RETURN = 11, FRAME = 20 };
 #endif
 
-enum { MOST_THREADS = 1024, LANES = 32, STACK_BYTES = 256 << 10 };
+enum { MOST_THREADS = 1024, LANES = 32, STACK_BYTES = 256 << 10, MOST_COPIES = 64 };
 
 enum State { READY, AT_BARRIER, AT_MEETING, DONE };
+
+struct Copy {
+  uint4* to;
+  const void* from;
+  unsigned group;
+};
 
 struct Fiber {
   void* stack; /* where it goes on */
@@ -88,6 +94,8 @@ struct Fiber {
   unsigned index;
   State state;
   void* shadow; /* the sanitizer's */
+  Copy copies[MOST_COPIES];
+  unsigned copying, groups; /* copies on their way, and groups that are closed */
 };
 
 struct WarpState {
@@ -204,6 +212,35 @@ Lane* meet(Meeting meeting, const void* in, size_t bytes) {
   return lane;
 }
 
+void copy_ahead(uint4* to, const void* from, bool here) {
+  Fiber* fiber = scheduler->running;
+  if (fiber->copying == MOST_COPIES) {
+    scheduler->error = "a thread has more copies on their way than there is room for";
+    return;
+  }
+  memset(to, 0xff, sizeof *to);
+  fiber->copies[fiber->copying++] = {to, here ? from : nullptr, fiber->groups};
+}
+
+void close_copies() {
+  scheduler->running->groups++;
+}
+
+void wait_for_copies(unsigned last) {
+  Fiber* fiber = scheduler->running;
+  unsigned kept = 0;
+  for (unsigned i = 0; i < fiber->copying; i++) {
+    const Copy one = fiber->copies[i];
+    if (one.group + last >= fiber->groups)
+      fiber->copies[kept++] = one;
+    else if (one.from)
+      memcpy(one.to, one.from, sizeof *one.to);
+    else
+      memset(one.to, 0, sizeof *one.to);
+  }
+  fiber->copying = kept;
+}
+
 void* block_memory() {
   return scheduler->memory;
 }
@@ -282,7 +319,7 @@ static void set_order(unsigned order) {
 static void run_block() {
   Scheduler* s = scheduler;
   s->at_barrier = s->done = 0;
-  for (unsigned i = 0; i < s->threads; i++) s->fibers[i].state = READY;
+  for (unsigned i = 0; i < s->threads; i++) s->fibers[i].state = READY, s->fibers[i].copying = s->fibers[i].groups = 0;
   for (unsigned i = 0; i < s->threads / LANES; i++) s->warps[i].arrived = 0;
   while (s->done < s->threads && !s->error) {
     bool any = false;

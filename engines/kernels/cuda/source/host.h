@@ -89,7 +89,30 @@ inline uint32_t load_once(const uint32_t* from) {
   return *from;
 }
 
+inline int thread_here() {
+  return (int)threadIdx.x;
+}
+inline float computed_here(float x) {
+  return x;
+}
+inline void bring_near(const void*) {}
+inline uint4 load_now(const uint4* from) {
+  return *from;
+}
+
+/* A copy is NaNs until it is waited for. */
+void copy_ahead(uint4* to, const void* from, bool here);
+void close_copies();
+void wait_for_copies(unsigned last);
+template <int LAST>
+void wait_for_copies() {
+  wait_for_copies(LAST);
+}
+
 /* Blocks run one after the other. */
+inline float4 load_of_others(const float4* from) {
+  return *from;
+}
 inline float2 load_of_others(const float2* from) {
   return *from;
 }
@@ -105,6 +128,9 @@ inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
 
 inline float exp2_approx(float x) {
   return exp2f(x);
+}
+inline float reciprocal_approx(float x) {
+  return 1 / x;
 }
 inline float f16_to_float(uint16_t x) {
   _Float16 y;

@@ -44,7 +44,57 @@ __device__ __forceinline__ uint32_t load_once(const uint32_t* from) {
   return x;
 }
 
+/* The thread's number, and x: what follows from these is computed where it is used, and keeps no registers before. */
+__device__ __forceinline__ int thread_here() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+__device__ __forceinline__ float computed_here(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+
+/* Brings the 32 bytes around an address into the second-level cache. */
+__device__ __forceinline__ void bring_near(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(from));
+}
+
+/* 16 bytes, at this place of the code: what comes before and is slow does not wait for them. */
+__device__ __forceinline__ uint4 load_now(const uint4* from) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
+/* Copies 16 bytes to shared memory while the thread goes on; zeros where `here` is false. Copies are closed as groups. A
+   thread waits for all of its groups but the last ones, and others of its warp meet it before they read what it copied. */
+__device__ __forceinline__ void copy_ahead(uint4* to, const void* from, bool here) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(here ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void close_copies() {
+  asm volatile("cp.async.commit_group;" : : : "memory");
+}
+template <int LAST>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(LAST) : "memory");
+}
+
 /* What other blocks of the launch wrote: from the second-level cache, which they share. */
+__device__ __forceinline__ float4 load_of_others(const float4* from) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
 __device__ __forceinline__ float2 load_of_others(const float2* from) {
   float2 x;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
@@ -55,6 +105,13 @@ __device__ __forceinline__ float2 load_of_others(const float2* from) {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/* 1 / x, to about a unit in the last place. */
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
