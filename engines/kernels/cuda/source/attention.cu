@@ -385,7 +385,7 @@ struct PartMemory {
     ON_THE_WAY = STEP > 128 ? 2 : 4,   /* of these, at most */
     SLOTS = TILES / 2,                 /* of a warp's sums: four of each lane, for rows g and as many for g + 8 */
     STAGED = ON_THE_WAY * STEP,
-    SUMS = 2 * SLOTS * WARP / 2,
+    SUMS = 2 * SLOTS * WARP,
     REGION = STAGED > SUMS ? STAGED : SUMS
   };
   uint4 warps[PART_BLOCKS][REGION];                     /* values, then sums */
