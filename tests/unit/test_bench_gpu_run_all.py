@@ -314,8 +314,8 @@ def test_linears_are_checked_in_all_of_their_kernels(kernels: Path) -> None:
         parameters = BlockLinear(weight, None, None, None, None, None, None, tokens)
         library.tapeout_cuda_block_linear(ctypes.byref(parameters), 0, ctypes.c_uint32(188 * 3 // 4), ctypes.byref(launch))
         found.add(launch.kernel.decode())
-    assert found == {f"linear_{kind}" for kind in ("few_F16_4_1", "few_F16_4_2", "split_F16_4_4", "split_F16_4_8",
-                                                   "whole_F16_4_8")}  # fmt: skip
+    kinds = (("few", 1), ("few", 2), ("split", 4), ("split", 8), ("whole", 8))
+    assert found == {f"linear_{kind}_F16_4_plain_{groups}" for kind, groups in kinds}
 
 
 class Streams:

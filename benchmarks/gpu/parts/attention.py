@@ -59,7 +59,9 @@ class Attention:
 
     def __call__(self) -> None:
         launches = (Launch * 4)()
-        count = self._library.tapeout_cuda_attention(ctypes.byref(self._parameters), launches)
+        count = self._library.tapeout_cuda_attention(
+            ctypes.byref(self._parameters), ctypes.c_uint32(self._place.driver.multiprocessors), launches
+        )
         for launch in launches[:count]:
             self._place.driver.launch(launch, self._place.stream())
 

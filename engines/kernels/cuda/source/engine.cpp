@@ -52,7 +52,7 @@ typedef struct {
   void** graphs; /* of buckets */
   Function functions[FUNCTIONS];
   int function_count;
-  uint32_t many_blocks;
+  uint32_t multiprocessors, many_blocks;
   bool begins_early; /* kernels of a step may begin before the ones before them have ended */
   DevicePointer arena;
   Begun steps[STEPS]; /* take turns */
@@ -110,7 +110,7 @@ static int find_device(Engine* e) {
   CALL(cuDeviceGet, &e->device, 0);
   CALL(cuDeviceGetAttribute, &multiprocessors, MULTIPROCESSORS, e->device);
   CALL(cuDeviceGetAttribute, &major, MAJOR, e->device);
-  e->many_blocks = (uint32_t)multiprocessors * 3 / 4;
+  e->multiprocessors = (uint32_t)multiprocessors, e->many_blocks = e->multiprocessors * 3 / 4;
   e->begins_early = major >= 9;
   CALL(cuDevicePrimaryCtxRetain, &e->context, e->device);
   e->has_context = 1;
@@ -269,7 +269,7 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
       a->M = step->M, a->B = step->B, a->columns = e->settings.columns;
       a->parts = (step->keys + ATTENTION_PART - 1) / ATTENTION_PART;
       a->few_tokens = step->few_tokens, a->most_tokens = step->most_tokens;
-      return tapeout_cuda_attention(a, launches);
+      return tapeout_cuda_attention(a, e->multiprocessors, launches);
     }
     case CHOOSE:
       o->choose.draws = reinterpret_cast<const Draw*>(inputs + at->draws), o->choose.M = step->P;

@@ -213,14 +213,14 @@ Lane* meet(Meeting meeting, const void* in, size_t bytes) {
   return lane;
 }
 
-void copy_async(void* shared, const void* from, uint32_t bytes) {
+void copy_async(void* shared, const void* from, uint32_t bytes, bool here) {
   Fiber* fiber = scheduler->running;
   if (fiber->copy_count == MOST_COPIES) {
     scheduler->error = "a thread has begun too many copies";
     return;
   }
   memset(shared, 0xff, bytes);
-  fiber->copies[fiber->copy_count++] = {shared, from, bytes, fiber->group};
+  fiber->copies[fiber->copy_count++] = {shared, here ? from : nullptr, bytes, fiber->group};
 }
 void end_of_copies() {
   scheduler->running->group++;
@@ -230,10 +230,12 @@ void wait_for_copies(unsigned later) {
   uint32_t kept = 0;
   for (uint32_t i = 0; i < fiber->copy_count; i++) {
     const Copy one = fiber->copies[i];
-    if (one.group + later < fiber->group)
+    if (one.group + later >= fiber->group)
+      fiber->copies[kept++] = one;
+    else if (one.from)
       memcpy(one.to, one.from, one.bytes);
     else
-      fiber->copies[kept++] = one;
+      memset(one.to, 0, one.bytes);
   }
   fiber->copy_count = kept;
 }

@@ -82,16 +82,19 @@ int tapeout_cuda_choose(const Choose* p, Launch* launches) {
   return 2;
 }
 
-/* Sequences of few new tokens are cut into parts; others are prompts. */
-int tapeout_cuda_attention(const Attention* p, Launch* launches) {
+/* Sequences of few new tokens are cut into parts; others are prompts. Of parts a GPU gets about four blocks for each
+   multiprocessor, where there are as many: two at once. */
+int tapeout_cuda_attention(const Attention* p, uint32_t multiprocessors, Launch* launches) {
   const char* cache = !p->key_scales ? "Half" : p->fp8 ? "Fp8" : "Int8";
   const uint32_t group = (uint32_t)(p->H / p->KV), D = (uint32_t)p->D, KV = (uint32_t)p->KV, B = (uint32_t)p->B;
   Launch* launch = launches;
   if (p->few_tokens > 0) {
     const uint32_t rows = least((uint32_t)p->few_tokens, (uint32_t)p->most_tokens) * group;
+    const uint32_t heads = KV * parts(rows, 16), blocks = parts(4 * multiprocessors, heads * B);
     snprintf(launch->kernel, sizeof launch->kernel, "attention_parts_%s_%u", cache, D);
-    set(launch++, p, (uint32_t)p->parts * parts(rows, 16), KV, B, 256,
-        4 * 8 * WARP_BYTES + 2 * 8 * 16 * 4 + 16 * D * 4 + 16);
+    set(launch++, p, least((uint32_t)p->parts, blocks), heads, B, 256,
+        8 * (p->key_scales && D == 64 ? 8 : 16) * WARP_BYTES + D / 16 * WARP_BYTES + 2 * 8 * 16 * 4 + 2 * 16 * 4 +
+            8 * 8 + 32);
   }
   if (p->most_tokens > p->few_tokens) {
     snprintf(launch->kernel, sizeof launch->kernel, "rotary_cache_%s", cache);

@@ -44,18 +44,44 @@ __device__ __forceinline__ uint32_t load_once(const uint32_t* from) {
   return x;
 }
 
-/* What other blocks of the launch wrote: from the second-level cache, which they share. */
-__device__ __forceinline__ float2 load_of_others(const float2* from) {
-  float2 x;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
+/* The thread's number, and x: what follows from these is computed where it is used, and keeps no registers before. */
+__device__ __forceinline__ int thread_here() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
+__device__ __forceinline__ float computed_here(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+
+/* Brings the 32 bytes around an address into the second-level cache. */
+__device__ __forceinline__ void bring_near(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(from));
+}
+
+/* 16 bytes, at this place of the code: what comes before and is slow does not wait for them. */
+__device__ __forceinline__ uint4 load_now(const uint4* from) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
+/* What other blocks of the launch wrote: from the second-level cache, which they share. */
 __device__ __forceinline__ float4 load_of_others(const float4* from) {
   float4 x;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                : "l"(from)
                : "memory");
+  return x;
+}
+__device__ __forceinline__ float2 load_of_others(const float2* from) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
   return x;
 }
 
@@ -66,15 +92,15 @@ __device__ __forceinline__ uint32_t and_or(uint32_t word, uint32_t mask, uint32_
   return y;
 }
 
-/* Copies of 16, 8 or 4 bytes to shared memory, which end when the thread that began them waits. What it began up to
-   `end_of_copies` is a group. Others see them behind a barrier after that. */
+/* Copies of 16, 8 or 4 bytes to shared memory, or zeros where `here` is false, which end when the thread that began them
+   waits. What it began up to `end_of_copies` is a group. Others see them behind a barrier after that. */
 template <int BYTES>
-__device__ __forceinline__ void copy_async(void* shared, const void* from) {
-  const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
+__device__ __forceinline__ void copy_async(void* shared, const void* from, bool here = true) {
+  const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared), bytes = here ? BYTES : 0;
   if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void end_of_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -102,6 +128,13 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/* 1 / x, to about a unit in the last place. */
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
