@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -36,8 +37,8 @@ def run(place: Place, record: Record) -> None:
     bundle = place.bundle(shape, place.level)
     record("bundle written", seconds=time.perf_counter() - begun, shape=shape.name, weight_bytes=shape.weight_bytes)
     begun = time.perf_counter()
-    columns = -(-shape.max_tokens // BLOCK_TOKENS)
-    with closing(open_engine(bundle, sequences=-(-wanted // columns))) as engine:
+    sequences = -(-wanted // -(-shape.max_tokens // BLOCK_TOKENS))
+    with closing(open_engine(bundle, sequences=sequences)) as engine:
         record("engine opened", seconds=time.perf_counter() - begun)
         watch = _Watch(engine)
         _fill(engine, shape, context, blocks, max(batches))
@@ -57,9 +58,39 @@ def run(place: Place, record: Record) -> None:
             entry = Entry(_words(shape, tokens, 3), 0, range(-(-tokens // BLOCK_TOKENS)))
             ms = median(_ms(partial(_checked, engine, [entry])) for _ in range(ROUNDS))
             record("prefill", ours=bundle.record.precision, tokens=tokens, ms=ms, flop=_flop(shape, tokens))
+    with closing(open_engine(bundle, sequences=sequences, begins_early=False)) as engine:
+        watch = _Watch(engine)
+        _fill(engine, shape, context, blocks, max(batches))
+        for batch in batches:
+            tables = [range(n * blocks, (n + 1) * blocks) for n in range(batch)]
+            watch.decode(tables, context, steps)
+            ms, _ = watch.decode(tables, context, steps)
+            record("decode, each kernel after the one before", batch=batch, context=context, ms=ms)
+            _kernels(place, record, partial(watch.decode, tables, context, 1), batch=batch, step="decode")
+        prompt = Entry(_words(shape, max(prefills), 3), 0, range(-(-max(prefills) // BLOCK_TOKENS)))
+        _kernels(place, record, partial(_checked, engine, [prompt]), batch=1, step="prefill")
     for batch in batches:
         times = {"torch bf16 in a graph": partial(_torch, place, shape, batch, context)}
         peers(record, "decode", times, batch=batch, context=context)
+
+
+def _kernels(place: Place, record: Record, call: Callable[[], object], **of: Any) -> None:
+    """Launches of each kernel in a call, and their microseconds, as PyTorch's profiler sees them."""
+    if place.rehearsal:
+        call()
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+    path = place.scratch / "trace.json"
+    seen.export_chrome_trace(str(path))
+    found = dict[tuple[str, str], list[float]]()
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event.get("cat") == "kernel":
+            found.setdefault((event["name"], str(event["args"].get("grid"))), []).append(event["dur"])
+    for (name, grid), times in sorted(found.items(), key=lambda item: -sum(item[1])):
+        record("kernel", kernel=name, grid=grid, launches=len(times), us=median(times), all_us=sum(times), **of)
 
 
 def _words(shape: Shape, count: int, seed: int) -> list[int]:

@@ -102,7 +102,7 @@ class Settings(ctypes.Structure):
         ),
         *((name, U64) for name in ("activations", "activations_end", "zeros", "zeros_bytes")),
         *((name, I32) for name in ("operation_count", "piece_count", "upload_count", "cache_count", "bucket_count")),
-        *((name, I32) for name in ("columns", "vocabulary")),
+        *((name, I32) for name in ("columns", "vocabulary", "begins_early")),
     )
 
 

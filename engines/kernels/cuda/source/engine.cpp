@@ -53,7 +53,7 @@ typedef struct {
   Function functions[FUNCTIONS];
   int function_count;
   uint32_t multiprocessors, many_blocks;
-  bool begins_early; /* kernels of a step may begin before the ones before them have ended */
+  bool begins_early; /* whether kernels do */
   DevicePointer arena;
   Begun steps[STEPS]; /* take turns */
   uint64_t begun, ended;
@@ -111,7 +111,7 @@ static int find_device(Engine* e) {
   CALL(cuDeviceGetAttribute, &multiprocessors, MULTIPROCESSORS, e->device);
   CALL(cuDeviceGetAttribute, &major, MAJOR, e->device);
   e->multiprocessors = (uint32_t)multiprocessors, e->many_blocks = e->multiprocessors * 3 / 4;
-  e->begins_early = major >= 9;
+  e->begins_early = e->settings.begins_early && major >= 9;
   CALL(cuDevicePrimaryCtxRetain, &e->context, e->device);
   e->has_context = 1;
   CALL(cuCtxSetCurrent, e->context);
