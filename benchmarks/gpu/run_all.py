@@ -57,7 +57,7 @@ PARTS = (
     Part("steps", 120),
     Part("linears", 75),
     Part("attention", 45),
-    Part("profile", 30),
+    Part("profile", 60),
 )
 DONE, WRONG, LEFT_OUT, BROKEN, CUT, NO_TIME = "done", "wrong", "left out", "broken", "cut at its limit", "no time left"
 SETTLED = (DONE, WRONG, LEFT_OUT)  # these are not run again unless they are asked for

@@ -34,7 +34,7 @@ WIDE = {
 IN_HALF = {"sm80", "sm90", "sm100"}
 CODE_LOADS = {"8": 2, "16": 4}  # of 16 bytes, of a chunk of a tile; of others one
 # Of the loop over a chunk of 512 bytes with one group of eight tokens. At 173 decode was bound by instructions (H200).
-MOST_INSTRUCTIONS = 72
+MOST_INSTRUCTIONS = {"F16": 68, "BF16": 76}
 HEADS = {(cache, channels) for cache in ("Int8", "Fp8", "Half") for channels in (64, 128, 256)}
 PARTS = {f"attention_parts_{cache}_{channels}": (256, 1) for cache, channels in HEADS}
 PROMPTS = {f"attention_prompt_{cache}_{channels}": (128, 2) for cache, channels in HEADS}
@@ -126,11 +126,11 @@ def test_linears_are_on_tensor_cores_and_load_16_bytes(kernels: dict[str, Kernel
 
 def test_the_loop_of_few_tokens_is_short(kernels: dict[str, Kernel]) -> None:
     """Weights in 4 bits come from memory faster than a longer one decodes them."""
-    for kind in ("F16", "BF16"):
+    for kind, most in MOST_INSTRUCTIONS.items():
         kernel = kernels[f"linear_few_{kind}_4_plain_1"]
         (loop,) = [loop for loop in kernel.loops if any(one.startswith("HMMA") for one in loop)]
         chunks = sum(count for one, count in loop.items() if one.startswith("HMMA")) / 4
-        assert loop.total() / chunks <= MOST_INSTRUCTIONS, f"{kind}: {loop.total() / chunks:.0f} instructions"
+        assert loop.total() / chunks <= most, f"{kind}: {loop.total() / chunks:.0f} instructions"
 
 
 def test_attention_is_on_tensor_cores_and_loads_16_bytes(kernels: dict[str, Kernel]) -> None:

@@ -45,7 +45,7 @@ enum { DEVICE_MEMORY = 2 };
 
 /* How a kernel is launched. The order is CUlaunchConfig's, and that of an attribute CUlaunchAttribute's. */
 typedef struct {
-  uint32_t name, unused;
+  alignas(8) uint32_t name, unused;
   union {
     int32_t value;
     char bytes[64];

@@ -295,6 +295,7 @@ static const void* result_of(const StepInputs* step, const Operation* o, size_t*
    each right after it; NULL: none. */
 static int run_operations(Engine* e, const StepInputs* step, bool launched, int count, void* const* outputs) {
   const Places at = places_of(e, step->M, step->B, step->P);
+  bool behind_copy = true; /* which a kernel must wait for */
   for (int i = 0; i < count; i++) {
     Operation o = e->operations[i];
     if (o.wanted && !step->P) continue;
@@ -305,15 +306,17 @@ static int run_operations(Engine* e, const StepInputs* step, bool launched, int 
       void *function = nullptr, *parameters = const_cast<void*>(one->parameters);
       if (find_function(e, one, &function)) return e->failure;
       const LaunchAttribute early = {BEGINS_EARLY, 0, {1}};
-      const bool is_first = !i && !j; /* behind copies, which it must wait for */
       const LaunchConfig config = {{one->grid[0], one->grid[1], one->grid[2]}, {one->threads, 1, 1}, one->shared_bytes,
-                                   e->stream, &early, e->begins_early && !is_first};
+                                   e->stream, &early, e->begins_early && !behind_copy};
       if (launched && called(e, e->driver.cuLaunchKernelEx(&config, function, &parameters, nullptr), one->kernel))
         return e->failure;
+      behind_copy = false;
     }
     size_t bytes = 0;
     const void* result = outputs && outputs[i] ? result_of(step, &o, &bytes) : nullptr;
-    if (result) CALL(cuMemcpyDtoHAsync_v2, outputs[i], reinterpret_cast<DevicePointer>(result), bytes, e->stream);
+    if (!result) continue;
+    CALL(cuMemcpyDtoHAsync_v2, outputs[i], reinterpret_cast<DevicePointer>(result), bytes, e->stream);
+    behind_copy = true;
   }
   return 0;
 }

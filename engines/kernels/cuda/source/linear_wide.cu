@@ -151,22 +151,32 @@ __device__ __forceinline__ void linear_wide(const BlockLinear& p) {
     enum { OTHER = WIDE_WARPS * RESULTS * WARP }; /* from a slice to the next */
 #pragma unroll
     for (int i = 0; i < RESULTS; i++) parts[slice * OTHER + i * WARP] = sums[i / GROUPS][i % GROUPS];
-    __threadfence(); /* what this block has left is seen before it counts */
     __syncthreads();
     uint32_t* before = reinterpret_cast<uint32_t*>(stages);
-    if (threadIdx.x == 0) *before = atomicAdd(&p.ended[place], 1u);
+    if (threadIdx.x == 0) {
+      __threadfence(); /* what this block has left is seen before it counts */
+      *before = atomicAdd(&p.ended[place], 1u);
+      __threadfence();
+    }
     __syncthreads();
     if (*before + 1 < LINEAR_SLICES) return;
     __threadfence();
     if (threadIdx.x == 0) p.ended[place] = 0; /* for the next launch */
     if (!here) return;
+    float4 added[RESULTS]; /* all loads are on their way before the first result is written */
 #pragma unroll
-    for (int i = 0; i < RESULTS; i++) {
-      float4 sum = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < RESULTS; i++) added[i] = make_float4(0, 0, 0, 0);
 #pragma unroll
-      for (int other = 0; other < LINEAR_SLICES; other++) add(sum, load_of_others(parts + other * OTHER + i * WARP));
-      store_results<T>(p, first_tile + i / GROUPS, first_token + i % GROUPS * TOKENS, sum);
+    for (int other = 0; other < LINEAR_SLICES; other++) {
+      float4 more[RESULTS];
+#pragma unroll
+      for (int i = 0; i < RESULTS; i++) more[i] = load_of_others(parts + other * OTHER + i * WARP);
+#pragma unroll
+      for (int i = 0; i < RESULTS; i++) add(added[i], more[i]);
     }
+#pragma unroll
+    for (int i = 0; i < RESULTS; i++)
+      store_results<T>(p, first_tile + i / GROUPS, first_token + i % GROUPS * TOKENS, added[i]);
   } else if (here) {
 #pragma unroll
     for (int i = 0; i < TILES * GROUPS; i++)
