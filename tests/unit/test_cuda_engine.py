@@ -559,8 +559,8 @@ def test_a_planted_value_that_is_overwritten_too_early_is_found(
 
 STALE = {
     "a graph has the inputs of another bucket": (
-        "const Places at = places_of(e, step->M, step->B, step->P);\n  for",
-        "const Places at = places_of(e, step->M, step->B + (launched && step->bucket), step->P);\n  for",
+        "const Places at = places_of(e, step->M, step->B, step->P);\n  bool",
+        "const Places at = places_of(e, step->M, step->B + (launched && step->bucket), step->P);\n  bool",
     ),
     "a graph has the parts of a short sequence": (
         "step.keys = e->settings.columns * ATTENTION_BLOCK;", "step.keys = ATTENTION_PART + 0 * e->settings.columns;",

@@ -51,7 +51,7 @@ def _sizes(place: Place) -> Sizes:
 
 
 def run(place: Place, record: Record) -> None:
-    """Kernels that begin early ask most of a driver, so without them first; the profiler slows what follows: it is last."""
+    """Kernels that begin early ask most of a driver: without them first. The profiler slows what follows: last."""
     shape, sizes = place.large, _sizes(place)
     begun = time.perf_counter()
     bundle = place.bundle(shape, place.level)

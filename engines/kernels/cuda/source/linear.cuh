@@ -49,10 +49,6 @@ struct ChunkRows {
 template <class T, int BITS>
 struct ChunkRows<T, BITS, true> {
   uint32_t scales;
-  __device__ __forceinline__ void load(const Weight& w, int tile, int chunk, int g) {
-    const uint32_t at = ((uint32_t)(tile * groups_of(w)) + (uint32_t)(chunk >> (w.group_shift - 6))) * (TILE / 2);
-    scales = static_cast<const uint32_t*>(w.scales)[at + (uint32_t)g];
-  }
 };
 /* Weights in half have neither; scales of E4M3 are multiplied at the end. */
 struct NoRows {

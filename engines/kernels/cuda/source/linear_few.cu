@@ -20,13 +20,19 @@ __device__ __forceinline__ void linear_few(const BlockLinear& p) {
   int chunk = slice_begin(chunks, warp);
 
   enum { BYTES = TILE * CHUNK / 8 * BITS };
-  const uint8_t* from = w.codes + (uint64_t)(uint32_t)(tile * chunks + chunk) * BYTES;
+  const uint32_t* plain_rows = kept(static_cast<const uint32_t*>(w.scales) + rows_at(w, tile, 0, g));
+  const int shift = w.group_shift - 6; /* of plain weights: chunks that share a scale */
+  enum { SAME_PLACE = BITS % 4 == 0 }; /* a lane has 16 bytes of each plane */
+  const uint8_t* from = kept(w.codes + (uint64_t)(uint32_t)(tile * chunks + chunk) * BYTES + (SAME_PLACE ? lane * 16 : 0));
   Codes<BITS> codes[DEPTH][1];
   ChunkRows<T, BITS, PLAIN> rows[DEPTH][1];
   const auto load = [&](int i, int next) {
     if (chunk + next < end) {
-      codes[i][0].load(from + next * BYTES, lane, ReadOnce());
-      rows[i][0].load(w, tile, chunk + next, g);
+      codes[i][0].load(from + next * BYTES, SAME_PLACE ? 0 : lane, ReadOnce());
+      if constexpr (PLAIN)
+        rows[i][0].scales = load_once(plain_rows + ((chunk + next) >> shift) * (TILE / 2));
+      else
+        rows[i][0].load(w, tile, chunk + next, g);
     }
   };
 #pragma unroll
@@ -83,10 +89,10 @@ __device__ __forceinline__ void linear_few(const BlockLinear& p) {
   LINEAR_FEW(T, bits, kind, 1, depth, blocks)     \
   LINEAR_FEW(T, bits, kind, 2, depth, 3)
 #if SELECTED(LINEAR_F16_4_plain)
-LINEARS_FEW(F16, 4, plain, 8, 5)
+LINEARS_FEW(F16, 4, plain, 8, 4)
 #endif
 #if SELECTED(LINEAR_F16_4_any)
-LINEARS_FEW(F16, 4, any, 4, 5)
+LINEARS_FEW(F16, 4, any, 4, 4)
 #endif
 #if SELECTED(LINEAR_F16_5_plain)
 LINEARS_FEW(F16, 5, plain, 4, 4)
@@ -107,10 +113,10 @@ LINEARS_FEW(F16, 8, plain, 4, 4)
 LINEARS_FEW(F16, 8, any, 4, 4)
 #endif
 #if SELECTED(LINEAR_BF16_4_plain)
-LINEARS_FEW(BF16, 4, plain, 8, 5)
+LINEARS_FEW(BF16, 4, plain, 8, 4)
 #endif
 #if SELECTED(LINEAR_BF16_4_any)
-LINEARS_FEW(BF16, 4, any, 4, 5)
+LINEARS_FEW(BF16, 4, any, 4, 4)
 #endif
 #if SELECTED(LINEAR_BF16_5_plain)
 LINEARS_FEW(BF16, 5, plain, 4, 4)

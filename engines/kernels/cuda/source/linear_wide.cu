@@ -163,20 +163,19 @@ __device__ __forceinline__ void linear_wide(const BlockLinear& p) {
     __threadfence();
     if (threadIdx.x == 0) p.ended[place] = 0; /* for the next launch */
     if (!here) return;
-    float4 added[RESULTS]; /* all loads are on their way before the first result is written */
+    enum { AT_ONCE = 4 }; /* results, whose loads are on their way together */
+#pragma unroll 1
+    for (int done = 0; done < RESULTS; done += AT_ONCE) {
+      float4 added[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < RESULTS; i++) added[i] = make_float4(0, 0, 0, 0);
+      for (int i = 0; i < AT_ONCE; i++) added[i] = make_float4(0, 0, 0, 0);
 #pragma unroll
-    for (int other = 0; other < LINEAR_SLICES; other++) {
-      float4 more[RESULTS];
+      for (int i = 0; i < LINEAR_SLICES * AT_ONCE; i++)
+        add(added[i % AT_ONCE], load_of_others(parts + i / AT_ONCE * OTHER + (done + i % AT_ONCE) * WARP));
 #pragma unroll
-      for (int i = 0; i < RESULTS; i++) more[i] = load_of_others(parts + other * OTHER + i * WARP);
-#pragma unroll
-      for (int i = 0; i < RESULTS; i++) add(added[i], more[i]);
+      for (int i = 0; i < AT_ONCE; i++)
+        store_results<T>(p, first_tile + (done + i) / GROUPS, first_token + (done + i) % GROUPS * TOKENS, added[i]);
     }
-#pragma unroll
-    for (int i = 0; i < RESULTS; i++)
-      store_results<T>(p, first_tile + i / GROUPS, first_token + i % GROUPS * TOKENS, added[i]);
   } else if (here) {
 #pragma unroll
     for (int i = 0; i < TILES * GROUPS; i++)
