@@ -188,8 +188,9 @@ def block_linear(
     bias, x_scales = (
         None if one is None else put(one) for one, put in ((bias, device.put), (x_scales, device.put_late))
     )
-    places = -(-w.N // 128) * -(-len(x) // 32)
-    sums = device.empty((places * LINEAR_SLICES * 128 * 64,), np.float32)
+    tokens = 32 if len(x) <= 32 else 64  # of a block
+    places = -(-w.N // 128) * -(-len(x) // tokens)
+    sums = device.empty((places * LINEAR_SLICES * 128 * tokens,), np.float32)
     ended = device.put(np.zeros(places, np.uint32))
     parameters = BlockLinear(w, at(device.put_late(x)), at(x_scales), at(bias), at(y), at(sums), at(ended), len(x))
     device.launch("block_linear", parameters, TYPES.index(kind), many_blocks)
