@@ -21,7 +21,7 @@ from tests.cuda import ORDERS, TYPES, Array, Device, at, host, read
 
 BLOCK, PART = 64, 512  # keys
 EPSILON = 1e-5
-POSITIONS = 1400
+POSITIONS = 2700
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,15 @@ class Pool:
         y = self.device.empty((tokens, h.H, h.D), np.uint16)
         self.ended = put(np.zeros((tokens, h.H), np.uint32))
         tables = [put(x) if h.rotary else None for x in (self.cosines, self.sines)]
-        held = [put(packed), *tables, self.keys, self.values, self.key_scales, self.value_scales, put(offsets)]
+        held = [
+            self.device.put_late(packed),
+            *tables,
+            self.keys,
+            self.values,
+            self.key_scales,
+            self.value_scales,
+            put(offsets),
+        ]
         held += [put(np.array(starts, np.int32)), put(self.tables), self.query, sums, rows, self.ended, y]
         held += [None if one is None else put(one) for one in (self.query_norm, self.key_norm)]
         sizes = (tokens, len(counts), self.tables.shape[1], h.H, h.KV, h.D, TYPES.index(h.kind), h.cache == "fp8")
@@ -270,6 +278,19 @@ def check_cuts(device: Device, heads: Heads, length: int) -> None:
             found.append(pool.step([beside, x[start:end]], [40 - len(beside), start], few_tokens=few)[1])
             start = end
         assert np.array_equal(np.concatenate(found), whole)
+
+
+@pytest.mark.parametrize(("multiprocessors", "order"), [(1, 0), (132, 0), (132, 1)])
+def test_more_parts_than_are_added_at_once_have_the_bits_of_a_prompt(
+    device: Device, multiprocessors: int, order: int
+) -> None:
+    """With one thread block for all of them, and with one for each."""
+    device.order = order
+    heads = Heads(H=2)
+    x = tokens(5 * PART + 20, heads, 1)
+    pool = Pool(device, heads, [len(x)], multiprocessors)
+    whole = pool.step([x], [0], few_tokens=0)[0]
+    assert np.array_equal(pool.step([x[-1:]], [len(x) - 1])[0], whole[-1:])
 
 
 @pytest.mark.parametrize("heads", [Heads(), Heads(H=2, KV=1, D=256, cache="float16")], ids=["int8", "float16"])

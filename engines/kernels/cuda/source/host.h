@@ -121,7 +121,7 @@ inline void wait_for_copies() {
 }
 
 /* Kernels and blocks run one after the other. */
-inline void wait_for_kernel_before() {}
+void wait_for_kernel_before();
 inline void let_next_kernel_begin() {}
 inline float2 load_of_others(const float2* from) {
   return *from;
