@@ -19,7 +19,7 @@ WEIGHTS = [
     ("E4M3", 8, "any"),
 ]
 FEW = {
-    f"linear_few_{kind}_{bits}_{rows}_{groups}": (128, 3 if groups == 2 else 5 if bits == 4 else 4)
+    f"linear_few_{kind}_{bits}_{rows}_{groups}": (128, 3 if groups == 2 else 4)
     for kind, bits, rows in WEIGHTS
     for groups in (1, 2)
 }
@@ -99,15 +99,15 @@ def in_tensor_cores(kernel: Kernel, kind: str) -> int:
     return kernel.count(*kinds)
 
 
-def ahead_of(kind: str, bits: str, rows: str) -> int:
+def ahead_of(bits: str) -> int:
     """Chunks that a warp of few tokens has on their way."""
-    return 2 if bits == "16" else 8 if (bits, rows) == ("4", "plain") else 4
+    return 2 if bits == "16" else 4
 
 
 def test_linears_are_on_tensor_cores_and_load_16_bytes(kernels: dict[str, Kernel]) -> None:
     for name in FEW:
-        _, _, kind, bits, rows, groups = name.split("_")
-        kernel, ahead = kernels[name], ahead_of(kind, bits, rows)
+        _, _, kind, bits, _, groups = name.split("_")
+        kernel, ahead = kernels[name], ahead_of(bits)
         once = kernel.count("LDG", "128", "NA")  # codes, when the kernel begins and for later chunks
         assert once >= 2 * ahead * CODE_LOADS.get(bits, 1), name
         if kind != "E4M3":
@@ -153,7 +153,7 @@ def test_linears_in_fp8_are_on_tensor_cores(architecture: str, cubins: dict[str,
         _, split, kind, _, _, groups = name.split("_")
         if kind != "E4M3":
             continue
-        kernel, matmuls = found[name], 2 * int(groups) * {"few": ahead_of(kind, "8", "any"), "whole": 2}.get(split, 1)
+        kernel, matmuls = found[name], 2 * int(groups) * {"few": ahead_of("8"), "whole": 2}.get(split, 1)
         in_half, in_fp8 = kernel.count("HMMA", "16816", "F32"), kernel.count("QMMA", "16832", "F32", "E4M3")
         wanted = (2 * matmuls, 0) if architecture in IN_HALF else (0, matmuls)
         assert (in_half % max(wanted[0], 1), in_fp8 % max(wanted[1], 1)) == (0, 0), name

@@ -70,7 +70,7 @@ class DeviceEngine:
         columns: int,
         driver: str | None,
         machine_code: Path | None,
-        begins_early: bool = True,
+        begins_early: bool = False,
     ) -> None:
         self._library = _loaded(library)
         self._engine: int | None = None

@@ -37,7 +37,7 @@ def plan_of(bundle: Artifact[EngineBundle]) -> LaunchPlan:
 
 
 def open_device(
-    bundle: Artifact[EngineBundle], plan: LaunchPlan, blocks: int, *, begins_early: bool = True
+    bundle: Artifact[EngineBundle], plan: LaunchPlan, blocks: int, *, begins_early: bool = False
 ) -> DeviceEngine:
     """``blocks``: of the KV cache. What is code is verified before it is loaded. See :class:`DeviceEngine`."""
     io, (hardware, *_) = bundle.record.io, bundle.record.hardware
@@ -56,7 +56,7 @@ def open_device(
     )
 
 
-def open_engine(bundle: Artifact[EngineBundle], *, sequences: int, begins_early: bool = True) -> CudaEngine:
+def open_engine(bundle: Artifact[EngineBundle], *, sequences: int, begins_early: bool = False) -> CudaEngine:
     """``sequences``: of full length, that there is memory for. ``begins_early``: see :class:`DeviceEngine`."""
     io, on_host = bundle.record.io, bundle.record.hardware[0].level == HOST
     blocks = sequences * -(-io.max_tokens // BLOCK_TOKENS)

@@ -41,9 +41,10 @@ __device__ __forceinline__ void linear_few(const BlockLinear& p) {
   let_next_kernel_begin();
   wait_for_kernel_before();
   using Eight = typename T::Eight;
+  enum { AHEAD = DEPTH < 4 ? 2 : 4 }; /* activations come from the second-level cache, slowly while weights stream by */
   const Element* x[GROUPS];
-  Eight activations[2][GROUPS][2]; /* of a chunk, and of the next, which come meanwhile */
-  static_assert(DEPTH % 2 == 0, "a chunk has the same place in each pass");
+  Eight activations[AHEAD][GROUPS][2]; /* of a chunk, and of the next ones, which come meanwhile */
+  static_assert(DEPTH % AHEAD == 0, "a chunk has the same place in each pass");
 #pragma unroll
   for (int group = 0; group < GROUPS; group++) {
     const int token = smaller(group * TOKENS + g, p.M - 1);
@@ -56,7 +57,8 @@ __device__ __forceinline__ void linear_few(const BlockLinear& p) {
       if (of < end && (PLAIN || column < w.K)) to[i / 2][i % 2] = *reinterpret_cast<const Eight*>(x[i / 2] + column);
     }
   };
-  load_activations(chunk, activations[0]);
+#pragma unroll
+  for (int i = 0; i < AHEAD - 1; i++) load_activations(chunk + i, activations[i]);
   float4 sums[1][GROUPS];
 #pragma unroll
   for (int group = 0; group < GROUPS; group++) sums[0][group] = make_float4(0, 0, 0, 0);
@@ -64,8 +66,8 @@ __device__ __forceinline__ void linear_few(const BlockLinear& p) {
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) {
       if (chunk + i >= end) break;
-      load_activations(chunk + i + 1, activations[(i + 1) % 2]);
-      const auto x_at = [&](int group, int span) { return activations[i % 2][group][span]; };
+      load_activations(chunk + i + AHEAD - 1, activations[(i + AHEAD - 1) % AHEAD]);
+      const auto x_at = [&](int group, int span) { return activations[i % AHEAD][group][span]; };
       add_chunk<T, BITS, PLAIN>(w, tile, chunk + i, codes[i], rows[i], x_at, sums);
       load(i, i + DEPTH);
     }
@@ -85,60 +87,60 @@ __device__ __forceinline__ void linear_few(const BlockLinear& p) {
   KERNEL(linear_few_##T##_##bits##_##kind##_##groups, BlockLinear, LINEAR_SLICES* WARP, blocks) { \
     linear_few<T, bits, IS_##kind, groups, depth>(p);                                                           \
   }
-#define LINEARS_FEW(T, bits, kind, depth, blocks) \
-  LINEAR_FEW(T, bits, kind, 1, depth, blocks)     \
+#define LINEARS_FEW(T, bits, kind, depth) \
+  LINEAR_FEW(T, bits, kind, 1, depth, 4)  \
   LINEAR_FEW(T, bits, kind, 2, depth, 3)
 #if SELECTED(LINEAR_F16_4_plain)
-LINEARS_FEW(F16, 4, plain, 8, 4)
+LINEARS_FEW(F16, 4, plain, 4)
 #endif
 #if SELECTED(LINEAR_F16_4_any)
-LINEARS_FEW(F16, 4, any, 4, 4)
+LINEARS_FEW(F16, 4, any, 4)
 #endif
 #if SELECTED(LINEAR_F16_5_plain)
-LINEARS_FEW(F16, 5, plain, 4, 4)
+LINEARS_FEW(F16, 5, plain, 4)
 #endif
 #if SELECTED(LINEAR_F16_5_any)
-LINEARS_FEW(F16, 5, any, 4, 4)
+LINEARS_FEW(F16, 5, any, 4)
 #endif
 #if SELECTED(LINEAR_F16_6_plain)
-LINEARS_FEW(F16, 6, plain, 4, 4)
+LINEARS_FEW(F16, 6, plain, 4)
 #endif
 #if SELECTED(LINEAR_F16_6_any)
-LINEARS_FEW(F16, 6, any, 4, 4)
+LINEARS_FEW(F16, 6, any, 4)
 #endif
 #if SELECTED(LINEAR_F16_8_plain)
-LINEARS_FEW(F16, 8, plain, 4, 4)
+LINEARS_FEW(F16, 8, plain, 4)
 #endif
 #if SELECTED(LINEAR_F16_8_any)
-LINEARS_FEW(F16, 8, any, 4, 4)
+LINEARS_FEW(F16, 8, any, 4)
 #endif
 #if SELECTED(LINEAR_BF16_4_plain)
-LINEARS_FEW(BF16, 4, plain, 8, 4)
+LINEARS_FEW(BF16, 4, plain, 4)
 #endif
 #if SELECTED(LINEAR_BF16_4_any)
-LINEARS_FEW(BF16, 4, any, 4, 4)
+LINEARS_FEW(BF16, 4, any, 4)
 #endif
 #if SELECTED(LINEAR_BF16_5_plain)
-LINEARS_FEW(BF16, 5, plain, 4, 4)
+LINEARS_FEW(BF16, 5, plain, 4)
 #endif
 #if SELECTED(LINEAR_BF16_5_any)
-LINEARS_FEW(BF16, 5, any, 4, 4)
+LINEARS_FEW(BF16, 5, any, 4)
 #endif
 #if SELECTED(LINEAR_BF16_6_plain)
-LINEARS_FEW(BF16, 6, plain, 4, 4)
+LINEARS_FEW(BF16, 6, plain, 4)
 #endif
 #if SELECTED(LINEAR_BF16_6_any)
-LINEARS_FEW(BF16, 6, any, 4, 4)
+LINEARS_FEW(BF16, 6, any, 4)
 #endif
 #if SELECTED(LINEAR_BF16_8_plain)
-LINEARS_FEW(BF16, 8, plain, 4, 4)
+LINEARS_FEW(BF16, 8, plain, 4)
 #endif
 #if SELECTED(LINEAR_BF16_8_any)
-LINEARS_FEW(BF16, 8, any, 4, 4)
+LINEARS_FEW(BF16, 8, any, 4)
 #endif
 #if SELECTED(LINEAR_F16_16_any)
-LINEARS_FEW(F16, 16, any, 2, 4)
+LINEARS_FEW(F16, 16, any, 2)
 #endif
 #if SELECTED(LINEAR_E4M3_8_any)
-LINEARS_FEW(E4M3, 8, any, 4, 4)
+LINEARS_FEW(E4M3, 8, any, 4)
 #endif
