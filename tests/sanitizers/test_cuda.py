@@ -476,7 +476,7 @@ WRONG = {
         "linear.cuh", "if (chunk * CHUNK + SPAN < w.K) add_span", "add_span", linear_reference
     ),
     "few tokens have the activations of the next chunk": Wrong(
-        "linear_few.cu", "return activations[i % 2][group][span];", "return activations[(i + 1) % 2][group][span];",
+        "linear_few.cu", "return activations[i % AHEAD][group][span];", "return activations[(i + 1) % AHEAD][group][span];",
         linear_reference,
     ),
     "few tokens have codes that are loaded too early": Wrong(
