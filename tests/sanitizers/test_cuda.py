@@ -476,8 +476,7 @@ WRONG = {
         "linear.cuh", "if (chunk * CHUNK + SPAN < w.K) add_span", "add_span", linear_reference
     ),
     "few tokens have the activations of the next chunk": Wrong(
-        "linear_few.cu", "return activations[i % AHEAD][group][span];", "return activations[(i + 1) % AHEAD][group][span];",
-        linear_reference,
+        "linear_few.cu", "activations[i % AHEAD][group]", "activations[(i + 1) % AHEAD][group]", linear_reference,
     ),
     "few tokens have codes that are loaded too early": Wrong(
         "linear_few.cu", "      add_chunk<T", "      load(i, i + DEPTH);\n      add_chunk<T", linear_plain

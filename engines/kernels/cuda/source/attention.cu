@@ -487,7 +487,8 @@ __device__ __forceinline__ void attention_parts(const Attention& p) {
                                                byte % Memory::LANE_BYTES + begin * Cache::BYTES
                                          : byte;
       copy_async<16>(region + step % ON_THE_WAY * STEP + staged<Memory>(row, piece, row / 2 % 4),
-                 values + (16 * step + row) * D * Cache::BYTES + from, Cache::BYTES == 1 || 16 * step + row < count);
+                     values + (16 * step + row) * D * Cache::BYTES + from,
+                     Cache::BYTES == 1 || 16 * step + row < count);
     }
     end_of_copies();
   };

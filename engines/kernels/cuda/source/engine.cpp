@@ -306,8 +306,12 @@ static int run_operations(Engine* e, const StepInputs* step, bool launched, int 
       void *function = nullptr, *parameters = const_cast<void*>(one->parameters);
       if (find_function(e, one, &function)) return e->failure;
       const LaunchAttribute early = {BEGINS_EARLY, 0, {1}};
-      const LaunchConfig config = {{one->grid[0], one->grid[1], one->grid[2]}, {one->threads, 1, 1}, one->shared_bytes,
-                                   e->stream, &early, e->begins_early && !behind_copy};
+      const LaunchConfig config = {{one->grid[0], one->grid[1], one->grid[2]},
+                                   {one->threads, 1, 1},
+                                   one->shared_bytes,
+                                   e->stream,
+                                   &early,
+                                   e->begins_early && !behind_copy};
       if (launched && called(e, e->driver.cuLaunchKernelEx(&config, function, &parameters, nullptr), one->kernel))
         return e->failure;
       behind_copy = false;

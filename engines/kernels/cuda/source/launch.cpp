@@ -38,7 +38,8 @@ int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_
   }
   const uint32_t groups = p->M <= 32 ? 4 : 8, across = parts(p->M, 8 * groups);
   const bool split = parts(N, 256) * across < least(many_blocks, LINEAR_PLACES / 2);
-  const uint32_t tiles = split ? 1 : 2, stage = 8 * tiles * (128 * bits + 96) + groups * 8 * (p->weight.e4m3 ? 64 : 128);
+  const uint32_t tiles = split ? 1 : 2,
+                 stage = 8 * tiles * (128 * bits + 96) + groups * 8 * (p->weight.e4m3 ? 64 : 128);
   snprintf(launch->kernel, sizeof launch->kernel, "linear_%s_%s_%u_%s_%u", split ? "split" : "whole", type, bits, kind,
            groups);
   set(launch, p, parts(N, 128 * tiles), across, split ? LINEAR_SLICES : 1, 256, WIDE_STAGES(bits) * stage);

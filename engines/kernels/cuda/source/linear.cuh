@@ -84,8 +84,8 @@ __device__ __forceinline__ void add(float4& sum, const float4& more) {
 /* Adds a span's part of the results. `x_at(group, span)` gives this lane's activations: 16 bytes of 16-bit floats, 8 of E4M3;
    `rows_of(tile, span)` scales and zero points. */
 template <class T, int BITS, int span, int TILES, int GROUPS, class Rows, class Activations>
-__device__ __forceinline__ void add_span(const Codes<BITS> (&codes)[TILES], const Rows& rows_of, const Activations& x_at,
-                                         float4 (&sums)[TILES][GROUPS]) {
+__device__ __forceinline__ void add_span(const Codes<BITS> (&codes)[TILES], const Rows& rows_of,
+                                         const Activations& x_at, float4 (&sums)[TILES][GROUPS]) {
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
     if constexpr (SAME<T, E4M3>) {
@@ -99,8 +99,8 @@ __device__ __forceinline__ void add_span(const Codes<BITS> (&codes)[TILES], cons
     } else {
       using D = Decoder<T, BITS>;
       const RowPair rows = rows_of(tile, span);
-      const uint2 offsets = make_uint2(D::offset((float)(rows.zero_points & 255), 0),
-                                       D::offset((float)(rows.zero_points >> 8), 1));
+      const uint2 offsets =
+          make_uint2(D::offset((float)(rows.zero_points & 255), 0), D::offset((float)(rows.zero_points >> 8), 1));
       const uint4 first = decode<T, BITS, 2 * span>(codes[tile], offsets),
                   second = decode<T, BITS, 2 * span + 1>(codes[tile], offsets);
 #pragma unroll

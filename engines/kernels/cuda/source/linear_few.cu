@@ -23,7 +23,8 @@ __device__ __forceinline__ void linear_few(const BlockLinear& p) {
   const uint32_t* plain_rows = kept(static_cast<const uint32_t*>(w.scales) + rows_at(w, tile, 0, g));
   const int shift = w.group_shift - 6; /* of plain weights: chunks that share a scale */
   enum { SAME_PLACE = BITS % 4 == 0 }; /* a lane has 16 bytes of each plane */
-  const uint8_t* from = kept(w.codes + (uint64_t)(uint32_t)(tile * chunks + chunk) * BYTES + (SAME_PLACE ? lane * 16 : 0));
+  const uint8_t* from =
+      kept(w.codes + (uint64_t)(uint32_t)(tile * chunks + chunk) * BYTES + (SAME_PLACE ? lane * 16 : 0));
   Codes<BITS> codes[DEPTH][1];
   ChunkRows<T, BITS, PLAIN> rows[DEPTH][1];
   const auto load = [&](int i, int next) {
@@ -83,9 +84,9 @@ __device__ __forceinline__ void linear_few(const BlockLinear& p) {
   store_results<T>(p, tile, warp * TOKENS, sum);
 }
 
-#define LINEAR_FEW(T, bits, kind, groups, depth, blocks)                                                        \
+#define LINEAR_FEW(T, bits, kind, groups, depth, blocks)                                          \
   KERNEL(linear_few_##T##_##bits##_##kind##_##groups, BlockLinear, LINEAR_SLICES* WARP, blocks) { \
-    linear_few<T, bits, IS_##kind, groups, depth>(p);                                                           \
+    linear_few<T, bits, IS_##kind, groups, depth>(p);                                             \
   }
 #define LINEARS_FEW(T, bits, kind, depth) \
   LINEAR_FEW(T, bits, kind, 1, depth, 4)  \

@@ -128,7 +128,8 @@ __device__ __forceinline__ void linear_wide(const BlockLinear& p) {
       }
       const auto x_at = [&](int group, int span) {
         const int bytes = (span * SPAN + 8 * t) * (int)sizeof(typename T::Element);
-        const uint4* piece = &stage.x[g][swizzled<PIECES>(g, bytes / 16)] + group * TOKENS * PIECES; /* of eight rows on */
+        const uint4* piece =
+            &stage.x[g][swizzled<PIECES>(g, bytes / 16)] + group * TOKENS * PIECES; /* of eight rows on */
         return *reinterpret_cast<const typename T::Eight*>(reinterpret_cast<const char*>(piece) + bytes % 16);
       };
       add_chunk<T, BITS, PLAIN>(w, first_tile, chunk, codes, rows, x_at, sums);
@@ -147,7 +148,8 @@ __device__ __forceinline__ void linear_wide(const BlockLinear& p) {
   if constexpr (SPLIT) {
     const int64_t place = (int64_t)blockIdx.y * gridDim.x + blockIdx.x; /* of these outputs and tokens */
     enum { RESULTS = TILES * GROUPS };
-    float4* parts = reinterpret_cast<float4*>(p.sums) + (place * LINEAR_SLICES * WIDE_WARPS + warp) * RESULTS * WARP + lane;
+    float4* parts =
+        reinterpret_cast<float4*>(p.sums) + (place * LINEAR_SLICES * WIDE_WARPS + warp) * RESULTS * WARP + lane;
     enum { OTHER = WIDE_WARPS * RESULTS * WARP }; /* from a slice to the next */
 #pragma unroll
     for (int i = 0; i < RESULTS; i++) parts[slice * OTHER + i * WARP] = sums[i / GROUPS][i % GROUPS];
@@ -183,14 +185,14 @@ __device__ __forceinline__ void linear_wide(const BlockLinear& p) {
   }
 }
 
-#define LINEAR_WIDE(name, T, bits, kind, split, tiles, groups, blocks)                              \
+#define LINEAR_WIDE(name, T, bits, kind, split, tiles, groups, blocks)                          \
   KERNEL(linear_##name##_##T##_##bits##_##kind##_##groups, BlockLinear, WIDE_THREADS, blocks) { \
-    linear_wide<T, bits, IS_##kind, split, tiles, groups>(p);                                       \
+    linear_wide<T, bits, IS_##kind, split, tiles, groups>(p);                                   \
   }
-#define LINEARS_WIDE(T, bits, kind)                                    \
-  LINEAR_WIDE(split, T, bits, kind, true, 1, 4, 2)                     \
-  LINEAR_WIDE(split, T, bits, kind, true, 1, 8, (bits == 8 ? 1 : 2))   \
-  LINEAR_WIDE(whole, T, bits, kind, false, 2, 4, 1)                    \
+#define LINEARS_WIDE(T, bits, kind)                                  \
+  LINEAR_WIDE(split, T, bits, kind, true, 1, 4, 2)                   \
+  LINEAR_WIDE(split, T, bits, kind, true, 1, 8, (bits == 8 ? 1 : 2)) \
+  LINEAR_WIDE(whole, T, bits, kind, false, 2, 4, 1)                  \
   LINEAR_WIDE(whole, T, bits, kind, false, 2, 8, 1)
 #if SELECTED(LINEAR_F16_4_plain)
 LINEARS_WIDE(F16, 4, plain)

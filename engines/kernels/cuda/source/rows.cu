@@ -2,7 +2,11 @@
 #include "weights.cuh"
 
 enum { ROW_THREADS = 256, ROW_WARPS = ROW_THREADS / WARP, GATHER_THREADS = 128 };
-enum { NORM_THREADS = 512, NORM_WARPS = NORM_THREADS / WARP, NORM_HELD = 2 }; /* HELD: times four channels of a thread */
+enum {
+  NORM_THREADS = 512,
+  NORM_WARPS = NORM_THREADS / WARP,
+  NORM_HELD = 2
+}; /* HELD: times four channels of a thread */
 
 struct NormMemory {
   float squares[NORM_WARPS], largest[NORM_WARPS];
@@ -24,8 +28,8 @@ __device__ __forceinline__ float larger(float largest, float x) {
 /* A row in E4M3: `value_at` gives four of its values at once. By all threads of a block. Of a row with NaN or infinity the
    scale is NaN or infinity, and so are its results in a linear. */
 template <int THREADS, class Values>
-__device__ __forceinline__ void quantize_row(const Values& value_at, int fourths, float (&warps)[THREADS / WARP], void* y,
-                                             float* scales, int64_t row) {
+__device__ __forceinline__ void quantize_row(const Values& value_at, int fourths, float (&warps)[THREADS / WARP],
+                                             void* y, float* scales, int64_t row) {
   float largest = 0;
 #pragma unroll 1 /* unrolled, norm_rows has too few registers on sm100 */
   for (int i = threadIdx.x; i < fourths; i += THREADS) {
