@@ -14,6 +14,7 @@ from pathlib import Path
 DISASSEMBLER = "nvidia-cuda-nvdisasm"
 SYMBOL_TABLE = 2  # type of a section
 WITH_SIZE, REGISTERS, FRAME_BYTES = 4, 0x2F, 0x11  # of attributes in .nv.info: with a size of their own; which they are
+BRANCH = re.compile(r"BRA.*`\((\.L_\w+)\)")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
@@ -22,6 +23,7 @@ class Kernel:
     registers: int
     frame_bytes: int
     instructions: Counter[str] = field(default_factory=Counter[str])
+    loops: list[Counter[str]] = field(default_factory=list[Counter[str]])  # bodies, with those of loops in them
 
     def count(self, *parts: str) -> int:
         """Instructions whose name has all of these between its dots."""
@@ -32,12 +34,18 @@ def kernels_of(cubin: Path) -> dict[str, Kernel]:
     found = {name: Kernel(*sizes) for name, sizes in _sizes(cubin.read_bytes()).items()}
     wheel = metadata.distribution(DISASSEMBLER)
     command = [str(wheel.locate_file("nvidia/cu13/bin/nvdisasm")), "-c", str(cubin)]
-    kernel: Kernel | None = None
+    kernel, names, labels = None, list[str](), dict[str, int]()
     for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
         if heading := re.match(r"\.text\.(\w+):", line):
-            kernel = found[heading[1]]
+            kernel, names, labels = found[heading[1]], [], {}
+        elif label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(names)
         elif kernel and (instruction := INSTRUCTION.search(line)):
+            names.append(instruction[1])
             kernel.instructions[instruction[1]] += 1
+            target = BRANCH.search(line)
+            if target and labels.get(target[1], len(names)) < len(names) - 1:
+                kernel.loops.append(Counter(names[labels[target[1]] :]))
     return found
 
 

@@ -1,8 +1,9 @@
 """Kernels for GPUs run as fibers on the CPU: memory, launches, and references in numpy.
 
 Every tensor is a heap block of its own, of exactly its size, so that AddressSanitizer sees what goes beyond. Outputs
-and scratch start as NaNs. With ``ON_DRIVER`` kernels are launched through a driver, on a GPU where there is one
-(benchmarks/gpu): a tensor is then pinned memory of the host, which kernels reach at its own address.
+and scratch start as NaNs; what kernels before give is NaNs until a kernel waits for them. With ``ON_DRIVER`` kernels
+are launched through a driver, on a GPU where there is one (benchmarks/gpu): a tensor is then pinned memory of the host,
+which kernels reach at its own address.
 
 M  tokens     N  output channels     K  input channels
 """
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.gpu.driver import Driver, Launch
 from engines.kernels.cuda import compiler
 from engines.kernels.cuda.packing import by_row_pair, packed
-from engines.kernels.cuda.parameters import BlockLinear, QuantizeRows, Weight
+from engines.kernels.cuda.parameters import LINEAR_SLICES, BlockLinear, QuantizeRows, Weight
 from tapeout.quantized import QuantizedWeight
 
 Array = NDArray[Any]
@@ -42,6 +43,7 @@ class Device:
         self._memory.posix_memalign.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
         self._memory.free.argtypes = [ctypes.c_void_p]
         self._held: list[int] = []
+        self._late: list[tuple[Array, Array]] = []
         self._driver = _driver()
         self.order = order
 
@@ -63,12 +65,25 @@ class Device:
         held[...] = values
         return held
 
+    def put_late(self, values: Array) -> Array:
+        """What kernels before the next operator write: NaNs until its own wait for them."""
+        held = self.put(values)
+        self._late.append((held, values.copy()))
+        return held
+
     def launch(self, name: str, parameters: ctypes.Structure, *arguments: Any) -> list[str]:
         """The kernels that an operator launched, in order."""
         launches = (Launch * 4)()
         count = getattr(self._library, f"tapeout_cuda_{name}")(ctypes.byref(parameters), *arguments, launches)
-        for one in launches[:count]:
-            self.run(one)
+        late = self._library.tapeout_cuda_late
+        for to, values in self._late if not self._driver else ():
+            late(ctypes.c_void_p(at(to)), ctypes.c_void_p(at(values)), ctypes.c_uint64(values.nbytes))
+        try:
+            for one in launches[:count]:
+                self.run(one)
+        finally:
+            self._late.clear()
+            late(None, None, ctypes.c_uint64(0))
         return [one.kernel.decode() for one in launches[:count]]
 
     def run(self, launch: Launch) -> None:
@@ -151,7 +166,7 @@ def in_order(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def quantized(device: Device, x: Array, kind: str = "F16") -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Activations in 16 bits as a linear in E4M3 reads them: codes ``[M, K]`` and scales ``[M]``."""
     y, scales = device.empty(x.shape, np.uint8), device.empty((len(x),), np.float32)
-    device.launch("quantize", QuantizeRows(at(device.put(x)), at(y), at(scales), *x.shape, TYPES.index(kind)))
+    device.launch("quantize", QuantizeRows(at(device.put_late(x)), at(y), at(scales), *x.shape, TYPES.index(kind)))
     return y.copy(), scales.copy()
 
 
@@ -167,10 +182,17 @@ def block_linear(
 ) -> NDArray[np.float32]:
     """``x`` [M, K] in 16 bits, or codes in E4M3 with ``x_scales`` [M]; [M, N].
 
-    ``many_blocks``: from so many on the kernel for many tokens is launched.
+    ``many_blocks``: with fewer each slice of the channels has a block of its own.
     """
     y = device.empty((len(x), w.N), np.float32)
-    bias, x_scales = (None if one is None else device.put(one) for one in (bias, x_scales))
-    parameters = BlockLinear(w, at(device.put(x)), at(x_scales), at(bias), at(y), len(x))
+    bias, x_scales = (
+        None if one is None else put(one) for one, put in ((bias, device.put), (x_scales, device.put_late))
+    )
+    tokens = 32 if len(x) <= 32 else 64  # of a block
+    places = -(-w.N // 128) * -(-len(x) // tokens)
+    sums = device.empty((places * LINEAR_SLICES * 128 * tokens,), np.float32)
+    ended = device.put(np.zeros(places, np.uint32))
+    parameters = BlockLinear(w, at(device.put_late(x)), at(x_scales), at(bias), at(y), at(sums), at(ended), len(x))
     device.launch("block_linear", parameters, TYPES.index(kind), many_blocks)
+    assert not ended.any()
     return y.copy()

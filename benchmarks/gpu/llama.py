@@ -23,6 +23,8 @@ from engines.kernels.cuda.parameters import ARGMAX_PARTS
 from engines.kernels.cuda.plan import (
     CONSTANTS_FILE,
     ENDED,
+    LINEAR_ENDED,
+    LINEAR_SUMS,
     PLAN_FILE,
     RANKING,
     VERSION,
@@ -253,7 +255,8 @@ class _Plan:
         self, weight: str, y: str, x: str, outputs: int, columns: int, bits: int, *, wanted: bool = False
     ) -> None:
         numbers, pointers = self._weight(weight, outputs, columns, bits)
-        self._add("linear", y, pointers | {"x": x, "y": self._value(y, 4 * outputs, wanted)}, numbers, wanted=wanted)
+        pointers |= {"x": x, "y": self._value(y, 4 * outputs, wanted), "sums": LINEAR_SUMS, "ended": LINEAR_ENDED}
+        self._add("linear", y, pointers, numbers, wanted=wanted)
 
     def _attention(self, name: str, layer: int) -> None:
         s = self._shape

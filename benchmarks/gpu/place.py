@@ -19,7 +19,7 @@ from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, FingerprintError
 
 Call = Callable[[], object]
-WARMUPS = 3
+WARMUPS, SLEEP_CYCLES = 3, 100_000
 
 
 class Record(Protocol):
@@ -161,6 +161,7 @@ def milliseconds(place: Place, calls: Sequence[Call], *, rounds: int = 20, graph
     times = list[float]()
     for number in range(WARMUPS + rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP_CYCLES)  # while the host launches what is timed
         begin.record()
         replay()
         end.record()

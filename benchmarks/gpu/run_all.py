@@ -24,8 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +40,24 @@ REHEARSAL_PATIENCE = 10  # times the limits: fibers on a busy machine
 
 @dataclass(frozen=True)
 class Part:
+    """``timed``: it runs alone. The others run side by side."""
+
     name: str
     limit_s: int
+    timed: bool = True
 
 
+# What is wanted most comes first: a machine may be had for less time than all of it takes.
 PARTS = (
+    Part("kernels", 60, timed=False),
+    Part("engine", 60, timed=False),
+    Part("sanitizer", 60, timed=False),
+    Part("ort_cuda", 60, timed=False),
     Part("machine", 25),
-    Part("kernels", 60),
-    Part("engine", 60),
-    Part("sanitizer", 60),
+    Part("steps", 120),
     Part("linears", 75),
     Part("attention", 45),
-    Part("steps", 120),
-    Part("profile", 30),
-    Part("ort_cuda", 60),
+    Part("profile", 60),
 )
 DONE, WRONG, LEFT_OUT, BROKEN, CUT, NO_TIME = "done", "wrong", "left out", "broken", "cut at its limit", "no time left"
 SETTLED = (DONE, WRONG, LEFT_OUT)  # these are not run again unless they are asked for
@@ -132,6 +138,17 @@ def exit_code(results: dict[str, Any]) -> int:
     return 0
 
 
+def is_settled(results: dict[str, Any], part: Part) -> bool:
+    return results["parts"].get(part.name, {"status": NO_TIME})["status"] in SETTLED
+
+
+def together(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Neighbours that are not timed, as one group; others alone."""
+    for timed, group in groupby(parts, key=lambda part: part.timed):
+        members = list(group)
+        yield from ([part] for part in members) if timed else (members,)
+
+
 def digest_of(folder: Path) -> str:
     """Of kernels: results of others are not mixed with these."""
     found = hashlib.sha256()
@@ -163,19 +180,28 @@ def run(options: argparse.Namespace) -> int:
         )
     patience = REHEARSAL_PATIENCE if options.rehearsal else 1
     whole = options.seconds * patience
-    for part in PARTS:
-        known = results["parts"].get(part.name)
-        if known and known["status"] in SETTLED and part.name not in options.again:
-            continue
-        limit = min(part.limit_s * patience, left := whole - (time.monotonic() - begun))
-        if left < LEAST_S:
-            results["parts"].setdefault(part.name, {"status": NO_TIME, "seconds": 0, "found": []})
-        else:
-            print(f"{part.name}: at most {limit:.0f} s", flush=True)
-            results["parts"][part.name] = run_part(part, limit, kernels, out, place.level)
-            print(f"{part.name}: {results['parts'][part.name]['status']}", flush=True)
+
+    def keep(part: Part, found: dict[str, Any]) -> None:
+        results["parts"][part.name] = found
+        print(f"{part.name}: {found['status']}", flush=True)
         write(written, json.dumps(results, indent=1) + "\n")
         write(out / "gpu.md", page(results))
+
+    wanted = [part for part in PARTS if part.name in options.again or not is_settled(results, part)]
+    for group in together(wanted):
+        left = whole - (time.monotonic() - begun)
+        if left < LEAST_S:
+            for part in group:
+                keep(part, results["parts"].get(part.name) or {"status": NO_TIME, "seconds": 0, "found": []})
+            continue
+        with ThreadPoolExecutor(len(group)) as pool:
+            running = dict[Future[dict[str, Any]], Part]()
+            for part in group:
+                limit = min(part.limit_s * patience, left)
+                print(f"{part.name}: at most {limit:.0f} s", flush=True)
+                running[pool.submit(run_part, part, limit, kernels, out, place.level)] = part
+            for done in as_completed(running):
+                keep(running[done], done.result())
     print(page(results))
     return exit_code(results)
 

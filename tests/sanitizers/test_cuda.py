@@ -23,6 +23,7 @@ from tests.unit import test_cuda_rows as rows
 
 ROOT = Path(__file__).parents[2]
 CHECKED = tuple(f"tests/unit/test_cuda_{name}.py" for name in ("rows", "linear", "attention", "choose"))
+FEW_AND_MANY = "linear and test_a_token_has_the_same_bits and 4-F16"
 SMALL = "(rows and 0-) or (sorted and 0-7) or equals_its_reference and (F16 and True or window) or order_of_threads"
 
 
@@ -76,13 +77,30 @@ class Overflow:
 
 OVERFLOWS = {
     "too little shared memory": Overflow(
-        "launch.cpp", "8 * WARP_BYTES * least", "7 * WARP_BYTES * least", "linear and order", "heap-buffer-overflow"
+        "launch.cpp", "2 * LINEAR_SLICES * WARP_BYTES", "LINEAR_SLICES * WARP_BYTES", FEW_AND_MANY,
+        "heap-buffer-overflow",
+    ),
+    "a stage that shared memory has no room for": Overflow(
+        "launch.cpp", "WIDE_STAGES(bits) * stage", "WIDE_STAGES(bits) * stage - 512", FEW_AND_MANY,
+        "heap-buffer-overflow",
+    ),
+    "too little shared memory of a decode": Overflow(
+        "launch.cpp", "8 * 8 + 32", "8 * 8", "attention and order", "heap-buffer-overflow"
     ),
     "a warp beyond the last": Overflow(
-        "block_linear.cu", "[i - done][warp][lane]", "[i - done][warp + 1][lane]", "linear and order", "out of bounds"
+        "linear_few.cu", "memory.sums[warp][slice][lane]", "memory.sums[warp][slice + 1][lane]", FEW_AND_MANY,
+        "out of bounds",
+    ),
+    "activations of padding are read": Overflow(
+        "linear_wide.cu", "smaller(first_token + row, p.M - 1)", "first_token + row", "linear and order",
+        "heap-buffer-overflow",
     ),
     "outputs of padding are written": Overflow(
-        "block_linear.cu", "if (token < p.M) p.y", "p.y", "linear and order", "heap-buffer-overflow"
+        "linear.cuh", "if (token < p.M) p.y", "p.y", "linear and order", "heap-buffer-overflow"
+    ),
+    "sums of a split linear lie behind those of its blocks": Overflow(
+        "linear_wide.cu", "place * LINEAR_SLICES * WIDE_WARPS", "(place + 1) * LINEAR_SLICES * WIDE_WARPS",
+        "linear and order", "heap-buffer-overflow",
     ),
     "too little room for the likeliest tokens": Overflow(
         "launch.cpp", "2 * MOST_TOP + 4", "MOST_TOP + 4", "sorted and 0-203", "heap-buffer-overflow"
@@ -110,6 +128,24 @@ def linear_reference(device: Device) -> None:
     linear.test_a_linear_equals_its_reference(device, "BF16", False, 6, 128, 64, 640, True)
 
 
+def linear_plain(device: Device) -> None:
+    """Many chunks, whose scales are in half and whose zero points are the middle."""
+    linear.test_a_linear_equals_its_reference(device, "F16", True, 4, 64, 32, 2368, True)
+
+
+def linear_many_chunks(device: Device) -> None:
+    linear.test_a_linear_equals_its_reference(device, "F16", False, 4, 64, 32, 2368, True)
+
+
+def linear_last_blocks_first(device: Device) -> None:
+    device.order = 1
+    linear_batches(device)
+
+
+def linear_blocks(device: Device) -> None:
+    linear.test_blocks_of_outputs_and_of_tokens_have_the_bits_of_few_tokens(device, 70)
+
+
 def linear_batches(device: Device) -> None:
     linear.test_a_token_has_the_same_bits_alone_and_in_any_batch(device, "F16", 4)
 
@@ -130,12 +166,25 @@ def fp8_rows(device: Device) -> None:
     rows.test_norms_and_gates_in_fp8_equal_their_references(device, 2112)
 
 
+def fp8_batches(device: Device) -> None:
+    linear.test_a_token_in_fp8_has_the_same_bits_alone_and_in_any_batch(device)
+
+
 def fp8_not_finite(device: Device) -> None:
     linear.test_nan_and_infinity_reach_all_outputs_of_their_token_in_fp8(device)
 
 
 def norm(device: Device) -> None:
     rows.test_a_norm_equals_its_reference(device, "F16", 2112)
+
+
+def gate(device: Device) -> None:
+    rows.test_a_gate_equals_its_reference(device, "F16")
+
+
+def wide_norm(device: Device) -> None:
+    """More channels than registers hold."""
+    rows.test_a_norm_equals_its_reference(device, "F16", 4160)
 
 
 def first_largest(device: Device) -> None:
@@ -150,8 +199,10 @@ def draws_by_probability(device: Device) -> None:
     choose.test_draws_follow_the_probabilities(device)
 
 
-def attention_reference(cache: str = "int8", window: int = 0, *, norms: bool = False) -> Check:
+def attention_reference(cache: str = "int8", window: int = 0, *, norms: bool = False, wide: bool = False) -> Check:
     heads = attention.Heads(cache=cache, window=window, norms=norms)
+    if wide:  # results of a part of the channels at once
+        heads = attention.Heads(cache=cache, H=2, KV=1, D=256)
     return lambda device: attention.test_attention_equals_its_reference(device, heads)
 
 
@@ -159,51 +210,78 @@ def attention_cuts(device: Device) -> None:
     attention.check_cuts(device, attention.Heads(), 700)
 
 
+def attention_window_cuts(device: Device) -> None:
+    """Of sequences whose first part is not the first that is seen."""
+    attention.check_cuts(device, attention.Heads(H=2, KV=1, window=300), 1100)
+
+
+def attention_many_rows(device: Device) -> None:
+    attention.test_attention_equals_its_reference(device, attention.Heads(H=24, KV=1, rotary=False, cache="float16"))
+
+
+def attention_many_parts(device: Device) -> None:
+    attention.test_more_parts_than_are_added_at_once_have_the_bits_of_a_prompt(device, 132, 0)
+
+
+def attention_last_blocks_first(device: Device) -> None:
+    attention.test_more_parts_than_are_added_at_once_have_the_bits_of_a_prompt(device, 132, 1)
+
+
+def attention_parts_in_turn(device: Device) -> None:
+    """By one thread block."""
+    attention.test_more_parts_than_are_added_at_once_have_the_bits_of_a_prompt(device, 1, 0)
+
+
 @dataclass(frozen=True)
 class Wrong:
-    """A defect that one of the tests of results must find, in one of the orders of fibers."""
+    """A defect that one of the tests of results must find, in one of the orders of fibers; or the fibers themselves."""
 
     file: str
     before: str
     after: str
     found_by: Check
+    raised: type[Exception] = AssertionError  # RuntimeError: what a GPU would not do, or not each time alike
 
 
 WRONG = {
     "a linear lacks the barrier before its warps are added": Wrong(
-        "block_linear.cu", "    __syncthreads();\n    const int i = done", "    const int i = done", linear_reference
+        "linear_few.cu", "  __syncthreads();\n  if (warp >= GROUPS)", "  if (warp >= GROUPS)", linear_reference
     ),
     "many tokens lack the barrier after activations are staged": Wrong(
-        "block_linear.cu", "    __syncthreads();\n    WeightChunk<BITS> now", "    WeightChunk<BITS> now",
+        "linear_wide.cu",
+        "    __syncthreads();\n    if (chunk + STAGES - 1 < end)",
+        "    if (chunk + STAGES - 1 < end)",
         linear_reference,
     ),
     "parts of many tokens are one sum": Wrong(
-        "block_linear.cu", "if (!last) continue;", "if (first < WARPS && first < chunks) continue;", linear_batches
+        "linear_wide.cu", "if (chunk + 1 < next) continue;", "if (chunk + 1 < end) continue;", linear_batches
     ),
     "a norm lacks its barrier": Wrong("rows.cu", "  __syncthreads();\n  float all", "  float all", norm),
     "a prompt lacks the barrier after a block is staged": Wrong(
         "attention.cu", "memory);\n    __syncthreads();", "memory);", attention_reference()
     ),
     "rows 8 to 15 have the scales of rows 0 to 7": Wrong(
-        "block_linear.cu", "fmaf(dot.z, scales.y, sum.z)", "fmaf(dot.z, scales.x, sum.z)", linear_reference
+        "linear.cuh", "fmaf(dot.z, scales.y, sum.z)", "fmaf(dot.z, scales.x, sum.z)", linear_reference
     ),
     "rows 8 to 15 have the zero points of rows 0 to 7": Wrong(
-        "block_linear.cu", "D::offset((float)(zero_points >> 8), 1)", "D::offset((float)(zero_points & 255), 1)",
-        linear_reference,
+        "linear.cuh", "(float)(rows.zero_points >> 8), 1", "(float)(rows.zero_points & 255), 1", linear_reference
     ),
     "weights in float16 of rows 8 to 15 are those of rows 0 to 7": Wrong(
         "weights.cuh", "pair == 1 ? x.y", "pair == 1 ? x.x", halves
     ),
     "the high half of a code is lost": Wrong("weights.cuh", "0x41804180, 0xc500c500", "0x3f803f80, 0xc300c300", codes),
     "larger batches add warps in another order": Wrong(
-        "block_linear.cu", "memory.sums[warp][other][lane]",
-        "memory.sums[warp][GROUPS > 1 ? WARPS - other : other][lane]", linear_batches,
+        "linear_few.cu",
+        "memory.sums[warp][slice][lane]",
+        "memory.sums[warp][GROUPS > 1 ? LINEAR_SLICES - 1 - slice : slice][lane]",
+        linear_batches,
     ),
     "a window is one key too long": Wrong(
         "attention.cu", "position + 1 - p.window", "position - p.window", attention_reference(window=70)
     ),
     "a token sees the next one": Wrong(
-        "attention.cu", "end[i] = rows.position[i] + 1", "end[i] = rows.position[i] + 2", attention_reference()
+        "attention.cu", "end[i] = position[i] + 1 - first_key", "end[i] = position[i] + 2 - first_key",
+        attention_reference(),
     ),
     "keys are normalized like queries": Wrong(
         "attention.cu", "is_query ? p.query_norm : p.key_norm", "p.query_norm", attention_reference(norms=True)
@@ -213,28 +291,38 @@ WRONG = {
         attention_reference(norms=True),
     ),
     "a decode lacks the barrier after its queries and new entries": Wrong(
-        "attention.cu", "rows_here = here;\n  __syncthreads();", "rows_here = here;",
-        attention_reference(),
+        "attention.cu",
+        "memory.positions[threadIdx.x] = last;\n      __syncthreads();",
+        "memory.positions[threadIdx.x] = last;",
+        attention_reference(), RuntimeError,
     ),
     "the block that ends last does not add the parts": Wrong(
-        "attention.cu", "memory.parts = (uint32_t)parts,", "memory.parts = (uint32_t)parts + 1,", attention_reference()
+        "attention.cu", "memory.before + 1 < (uint32_t)of_rows", "memory.before < (uint32_t)of_rows",
+        attention_reference(),
     ),
     "blocks that have ended stay counted": Wrong("attention.cu", "*ended = 0;", "*ended += 0;", attention_reference()),
     "a new key is written where its prompt began": Wrong(
-        "attention.cu", "first_new + entry / 2", "rows.start", attention_cuts
+        "attention.cu",
+        "rotate_head<Cache>(p, {sequence, position}",
+        "rotate_head<Cache>(p, {sequence, i < span.rows ? position : rows.start}",
+        attention_cuts,
     ),
-    "values have the scales of another head": Wrong(
+    "values of a prompt have the scales of another head": Wrong(
         "attention.cu", "p.value_scales + kv * D + channel", "p.value_scales + channel", attention_reference()
     ),
+    "values of a decode have the scales of another head": Wrong(
+        "attention.cu", "p.value_scales + kv * p.D + channel", "p.value_scales + 0 * kv + channel",
+        attention_reference(),
+    ),
     "codes of FP8 of rows 8 to 15 are those of rows 0 to 7": Wrong(
-        "block_linear.cu", "(low >> 4 & 0x0f0f0f0f) | (high & 0xf0f0f0f0)",
+        "linear.cuh", "(low >> 4 & 0x0f0f0f0f) | (high & 0xf0f0f0f0)",
         "(low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4", fp8,
     ),
     "a linear in FP8 has the scale of another token": Wrong(
-        "block_linear.cu", "token + 1 < p.M ? p.x_scales[token + 1]", "token + 1 < p.M ? p.x_scales[token]", fp8
+        "linear.cuh", "token + 1 < p.M ? p.x_scales[token + 1]", "token + 1 < p.M ? p.x_scales[token]", fp8
     ),
     "a linear in FP8 has the scales of rows 0 to 7 in all": Wrong(
-        "block_linear.cu", "sum.z * scales.y * first", "sum.z * scales.x * first", fp8
+        "linear.cuh", "sum.z * scales.y * first", "sum.z * scales.x * first", fp8
     ),
     "activations in FP8 are in the order of their channels": Wrong(
         "rows.cu", "e4m3_of(x.z * inverse) << 8 | e4m3_of(x.y * inverse) << 16",
@@ -250,8 +338,11 @@ WRONG = {
         "attention.cu", "(pair & 0x80008000) | (pair >> 1 & 0x3f803f80)", "pair & 0xff00ff00",
         attention_reference(cache="fp8"),
     ),
-    "a decode lacks the scale of FP8": Wrong(
-        "attention.cu", "(p.fp8 ? (float)Fp8::UNIT : 1) / sum", "1 / sum", attention_reference(cache="fp8")
+    "a decode of several parts lacks the scale of FP8": Wrong(
+        "attention.cu", "y, Cache::UNIT / sum", "y, 1 / sum", attention_reference(cache="fp8")
+    ),
+    "a decode of one part lacks the scale of FP8": Wrong(
+        "attention.cu", "total, Cache::UNIT / sum", "total, 1 / sum", attention_reference(cache="fp8")
     ),
     "a prompt lacks the scale of FP8": Wrong(
         "attention.cu", "Cache::UNIT / total.sum", "1 / total.sum", attention_reference(cache="fp8")
@@ -299,6 +390,221 @@ WRONG = {
         "choose.cu", "      if (lane == 0) memory.sums[i] = own;\n    }\n    __syncthreads();",
         "      if (lane == 0) memory.sums[i] = own;\n    }", draws,
     ),
+    "a split linear adds its slices in another order": Wrong(
+        "linear_wide.cu", "parts + i / AT_ONCE * OTHER", "parts + (LINEAR_SLICES - 1 - i / AT_ONCE) * OTHER",
+        linear_batches,
+    ),
+    "a split linear lacks its last slice": Wrong(
+        "linear_wide.cu", "i < LINEAR_SLICES * AT_ONCE", "i < (LINEAR_SLICES - 1) * AT_ONCE", linear_batches
+    ),
+    "results that are added later have the sums of the first": Wrong(
+        "linear_wide.cu", "(done + i % AT_ONCE) * WARP", "i % AT_ONCE * WARP", linear_batches
+    ),
+    "a split linear is added before its last slice has ended": Wrong(
+        "linear_wide.cu", "*before + 1 < LINEAR_SLICES", "*before + 2 < LINEAR_SLICES", linear_batches
+    ),
+    "the block of the last slice adds those that have not ended": Wrong(
+        "linear_wide.cu", "*before + 1 < LINEAR_SLICES", "blockIdx.z + 1 < LINEAR_SLICES", linear_last_blocks_first
+    ),
+    "blocks of a split linear that have ended stay counted": Wrong(
+        "linear_wide.cu", "p.ended[place] = 0;", "p.ended[place] += 0;", linear_batches
+    ),
+    "other tokens have the same place in a split linear": Wrong(
+        "linear_wide.cu", "(int64_t)blockIdx.y * gridDim.x + blockIdx.x;", "blockIdx.x;", linear_batches
+    ),
+    "other outputs have the same place in a split linear": Wrong(
+        "linear_wide.cu", "(int64_t)blockIdx.y * gridDim.x + blockIdx.x;", "blockIdx.y;", linear_blocks
+    ),
+    "all blocks of a linear have the first outputs": Wrong(
+        "linear_wide.cu", "((int)blockIdx.x * WIDE_WARPS + warp) * TILES", "warp * TILES", linear_blocks
+    ),
+    "a linear goes on with the sum of the slice before": Wrong(
+        "linear_wide.cu",
+        "sums[i / GROUPS][i % GROUPS]);\n        sums[i / GROUPS][i % GROUPS] = make_float4(0, 0, 0, 0);",
+        "sums[i / GROUPS][i % GROUPS]);",
+        linear_reference,
+    ),
+    "a linear does not wait for its copies": Wrong(
+        "linear_wide.cu", "    wait_for_copies<STAGES - 2>();\n", "", linear_reference
+    ),
+    "a linear waits for all copies but the chunk's own": Wrong(
+        "linear_wide.cu", "wait_for_copies<STAGES - 2>", "wait_for_copies<STAGES - 1>", linear_reference
+    ),
+    "a linear counts no copies where it begins none": Wrong(
+        "linear_wide.cu",
+        "    }\n    end_of_copies();\n    const Stage& stage",
+        "      end_of_copies();\n    }\n    const Stage& stage",
+        linear_reference,
+    ),
+    "a stage is refilled before all warps have read it": Wrong(
+        "linear_wide.cu",
+        "    wait_for_copies<STAGES - 2>();\n    __syncthreads();\n    if (chunk + STAGES - 1 < end) {\n"
+        "      copy_weights(chunk + STAGES - 1, stages[to]);\n"
+        "      copy_activations(chunk + STAGES - 1, stages[to]);\n    }\n    end_of_copies();\n",
+        "    if (chunk + STAGES - 1 < end) {\n      copy_weights(chunk + STAGES - 1, stages[to]);\n"
+        "      copy_activations(chunk + STAGES - 1, stages[to]);\n    }\n    end_of_copies();\n"
+        "    wait_for_copies<STAGES - 1>();\n    __syncthreads();\n",
+        linear_many_chunks,
+    ),
+    "a stage is refilled while it is read": Wrong(
+        "linear_wide.cu", "int from = 0, to = STAGES - 1,", "int from = 0, to = 0,", linear_many_chunks
+    ),
+    "activations are swizzled where they are stored alone": Wrong(
+        "linear_wide.cu", "&stage.x[g][swizzled<PIECES>(g, bytes / 16)]", "&stage.x[g][bytes / 16]", linear_reference
+    ),
+    "activations in FP8 are swizzled where they are read alone": Wrong(
+        "linear_wide.cu", "swizzled<PIECES>(row, piece)", "PIECES == 8 ? swizzled<PIECES>(row, piece) : piece",
+        fp8_batches,
+    ),
+    "few tokens have the zero point of the first span in both": Wrong(
+        "linear.cuh", "w.zero_points ? zero_points[span]", "w.zero_points ? zero_points[0]", linear_reference
+    ),
+    "many tokens have the zero point of the first span in both": Wrong(
+        "linear_wide.cu", "(stage.zero_points[warp][i])[span * 8 + g]", "(stage.zero_points[warp][i])[g]",
+        linear_reference,
+    ),
+    "few tokens have the plain scales of the chunk before": Wrong(
+        "linear_few.cu", "(chunk + next) >> shift", "(chunk + next - (chunk + next > 0)) >> shift", linear_plain
+    ),
+    "many tokens have the plain scales of the chunk before": Wrong(
+        "linear_wide.cu",
+        "rows_at(w, tile, channel + lane / 8 * SPAN",
+        "rows_at(w, tile, channel - (PLAIN && chunk ? CHUNK : 0) + lane / 8 * SPAN",
+        linear_plain,
+    ),
+    "a span behind the last channels is added": Wrong(
+        "linear.cuh", "if (chunk * CHUNK + SPAN < w.K) add_span", "add_span", linear_reference
+    ),
+    "few tokens have the activations of the next chunk": Wrong(
+        "linear_few.cu", "activations[i % AHEAD][group]", "activations[(i + 1) % AHEAD][group]", linear_reference,
+    ),
+    "few tokens have codes that are loaded too early": Wrong(
+        "linear_few.cu", "      add_chunk<T", "      load(i, i + DEPTH);\n      add_chunk<T", linear_plain
+    ),
+    "a decode does not wait for its values": Wrong(
+        "attention.cu", "          wait_for_copies<ON_THE_WAY - 1>();\n", "", attention_reference()
+    ),
+    "a decode waits for all values but the step's own": Wrong(
+        "attention.cu", "wait_for_copies<ON_THE_WAY - 1>", "wait_for_copies<ON_THE_WAY>", attention_reference()
+    ),
+    "a decode counts no copies of values where it begins none": Wrong(
+        "attention.cu", "          } else {\n            end_of_copies();\n          }", "          }",
+        attention_reference(),
+    ),
+    "a decode lacks the barrier after its wait for values": Wrong(
+        "attention.cu",
+        "wait_for_copies<ON_THE_WAY - 1>();\n          __syncwarp();",
+        "wait_for_copies<ON_THE_WAY - 1>();",
+        attention_reference(),
+    ),
+    "a decode lacks the barrier before its warps are added": Wrong(
+        "attention.cu",
+        "      __syncthreads();\n#pragma unroll 1\n      for (int slot",
+        "#pragma unroll 1\n      for (int slot",
+        attention_reference(),
+    ),
+    "a decode lacks the barrier after its warps are added": Wrong(
+        "attention.cu", "      __syncthreads();\n    }\n    part += blocks;", "    }\n    part += blocks;",
+        attention_parts_in_turn,
+    ),
+    "values are swizzled where they are stored alone": Wrong(
+        "attention.cu", "staged<Memory>(2 * t + i % 2, byte / 16, t)", "staged<Memory>(2 * t + i % 2, byte / 16, 0)",
+        attention_reference(),
+    ),
+    "values of a decode behind the last key are read": Wrong(
+        "attention.cu", "16 * step + row < count", "16 * step + row < count + BLOCK",
+        attention_reference(cache="float16"),
+    ),
+    "values of a wide head are those of its first channels": Wrong(
+        "attention.cu", "byte % Memory::LANE_BYTES + begin * Cache::BYTES", "byte % Memory::LANE_BYTES + 0 * begin",
+        attention_reference(wide=True),
+    ),
+    "a thread block skips a part": Wrong(
+        "attention.cu", "part += blocks;", "part += 2 * blocks;", attention_parts_in_turn
+    ),
+    "a thread block has the keys of its last part again": Wrong(
+        "attention.cu", "number = cache_block(part + blocks)", "number = cache_block(part)", attention_parts_in_turn
+    ),
+    "a thread block begins with a part of another": Wrong(
+        "attention.cu", "part += parts_of(span.first_part - part, blocks) * blocks;", "part = span.first_part;",
+        attention_window_cuts,
+    ),
+    "new entries are written by the block of this number alone": Wrong(
+        "attention.cu", "position / ATTENTION_PART % blocks !=", "position / ATTENTION_PART !=", attention_cuts
+    ),
+    "no more parts are added than at once": Wrong(
+        "attention.cu", "part < end; part += AT_ONCE", "part < end && part < first + AT_ONCE; part += AT_ONCE",
+        attention_many_parts,
+    ),
+    "sums of parts are not moved to a new largest score": Wrong(
+        "attention.cu", "add_moved(y, {scale, scale}", "add_moved(y, {1, 1}", attention_many_parts
+    ),
+    "the block of the last part adds those that have not ended": Wrong(
+        "attention.cu", "memory.before + 1 < (uint32_t)of_rows", "blockIdx.x + 1 < (uint32_t)of_rows",
+        attention_last_blocks_first,
+    ),
+    "thread blocks of other heads are counted together": Wrong(
+        "attention.cu", "p.ended + memory.heads[0]", "p.ended + sequence", attention_last_blocks_first
+    ),
+    "more than eight rows have the sums of eight": Wrong(
+        "attention.cu", "if (memory.span.rows <= 8) continue;", "if (memory.span.rows <= 16) continue;",
+        attention_many_rows,
+    ),
+    "a wide norm lacks the channels that registers do not hold": Wrong(
+        "rows.cu", "i < fourths; i += NORM_THREADS) add_squares", "i < 0; i += NORM_THREADS) add_squares", wide_norm
+    ),
+    "channels of a norm that registers hold have the first weights": Wrong(
+        "rows.cu", "if (i < fourths) weights[j] = weight[i];", "if (i < fourths) weights[j] = weight[threadIdx.x];",
+        norm,
+    ),
+    "few tokens are not waited for": Wrong(
+        "linear_few.cu", "  wait_for_kernel_before();\n", "", linear_reference, RuntimeError
+    ),
+    "many tokens are copied before they are waited for": Wrong(
+        "linear_wide.cu",
+        "  wait_for_kernel_before();\n#pragma unroll\n  for (int i = 0; i < STAGES - 1; i++) {\n"
+        "    if (first + i < end) copy_activations(first + i, stages[i]);\n    end_of_copies();\n  }\n",
+        "#pragma unroll\n  for (int i = 0; i < STAGES - 1; i++) {\n"
+        "    if (first + i < end) copy_activations(first + i, stages[i]);\n    end_of_copies();\n  }\n"
+        "  wait_for_kernel_before();\n",
+        linear_reference, RuntimeError,
+    ),
+    "a norm does not wait for the kernel before": Wrong(
+        "rows.cu",
+        "  wait_for_kernel_before();\n  const int64_t row = blockIdx.x, token",
+        "  const int64_t row = blockIdx.x, token",
+        norm, RuntimeError,
+    ),
+    "a gate is read before it is waited for": Wrong(
+        "rows.cu",
+        "  wait_for_kernel_before();\n"
+        "  const int i = (int)blockIdx.x * ROW_THREADS + (int)threadIdx.x, fourths = p.K / 4;\n"
+        "  const int64_t row = blockIdx.y;\n  if (i >= fourths) return;\n"
+        "  const float4* x = reinterpret_cast<const float4*>(p.x) + row * 2 * fourths;\n"
+        "  const float4 gate = x[i], up = x[fourths + i];\n",
+        "  const int i = (int)blockIdx.x * ROW_THREADS + (int)threadIdx.x, fourths = p.K / 4;\n"
+        "  const int64_t row = blockIdx.y;\n  if (i >= fourths) return wait_for_kernel_before();\n"
+        "  const float4* x = reinterpret_cast<const float4*>(p.x) + row * 2 * fourths;\n"
+        "  const float4 gate = x[i], up = x[fourths + i];\n  wait_for_kernel_before();\n",
+        gate,
+    ),
+    "a decode does not wait for the kernel before": Wrong(
+        "attention.cu", "      wait_for_kernel_before();\n      const int items", "      const int items",
+        attention_reference(), RuntimeError,
+    ),
+    "a block without a part does not wait for the kernel before": Wrong(
+        "attention.cu",
+        "if (part >= span.end_part) return wait_for_kernel_before();",
+        "if (part >= span.end_part) return;",
+        attention_reference(), RuntimeError,
+    ),
+    "keys and values are loaded before new ones are written": Wrong(
+        "attention.cu",
+        "    const int first_key = (part * PART_BLOCKS + warp) * BLOCK, turn_of_keys = first_key + BLOCK > "
+        "rows.start;",
+        "    const int first_key = (part * PART_BLOCKS + warp) * BLOCK, turn_of_keys = 0;",
+        attention_reference(), RuntimeError,
+    ),
 }  # fmt: skip
 
 
@@ -308,6 +614,6 @@ def test_a_planted_defect_is_found(defect: Wrong, tmp_path: Path) -> None:
     source = planted(tmp_path, defect.file, defect.before, defect.after)
     library = cuda_build.library(source, tmp_path / "kernels.so", sanitized=False)
     device = Device(library)
-    with pytest.raises(AssertionError):
+    with pytest.raises(defect.raised):
         defect.found_by(device)
     device.free()

@@ -5,6 +5,7 @@ H, KV  heads of queries, keys     D  channels of a head     L  keys of a sequenc
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from tests.cuda import ORDERS, TYPES, Array, Device, at, host, read
 
 BLOCK, PART = 64, 512  # keys
 EPSILON = 1e-5
-POSITIONS = 1400
+POSITIONS = 2700
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Pool:
     device: Device
     heads: Heads
     lengths: list[int]  # of all sequences when they end
+    multiprocessors: int = 132  # of these kernels depend on how many thread blocks share a sequence, and no result does
     tables: Array = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,12 +84,21 @@ class Pool:
         y = self.device.empty((tokens, h.H, h.D), np.uint16)
         self.ended = put(np.zeros((tokens, h.H), np.uint32))
         tables = [put(x) if h.rotary else None for x in (self.cosines, self.sines)]
-        held = [put(packed), *tables, self.keys, self.values, self.key_scales, self.value_scales, put(offsets)]
+        held = [
+            self.device.put_late(packed),
+            *tables,
+            self.keys,
+            self.values,
+            self.key_scales,
+            self.value_scales,
+            put(offsets),
+        ]
         held += [put(np.array(starts, np.int32)), put(self.tables), self.query, sums, rows, self.ended, y]
         held += [None if one is None else put(one) for one in (self.query_norm, self.key_norm)]
         sizes = (tokens, len(counts), self.tables.shape[1], h.H, h.KV, h.D, TYPES.index(h.kind), h.cache == "fp8")
         limits = (h.interleaved, h.window, parts, few_tokens, max(counts))
-        self.device.launch("attention", PagedAttention(*map(at, held), *sizes, *limits, h.scale, h.softcap, EPSILON))
+        parameters = PagedAttention(*map(at, held), *sizes, *limits, h.scale, h.softcap, EPSILON)
+        self.device.launch("attention", parameters, ctypes.c_uint32(self.multiprocessors))
         assert (y[sum(counts) :] == 0xFFFF).all()  # padding is not written
         assert not self.ended.any()  # as the next launch wants it
         return [y[start:end].copy() for start, end in pairwise(offsets)]
@@ -210,12 +221,16 @@ def test_attention_equals_its_reference(device: Device, heads: Heads) -> None:
     for sequence, (x, start, y) in enumerate(zip(new, before, results, strict=True)):
         query, key, value = split(x, heads)
         exact = rotated(pool, query, start, pool.query_norm)
-        made = pool.query[first : first + len(x)].astype(np.float64) / heads.scale
-        first += len(x)
+        factors = np.full((heads.H, heads.D), heads.scale)
         if pool.key_scales is not None:
             unit = 256 if heads.cache == "fp8" else 1  # operands are codes by 256
-            made /= unit * np.repeat(pool.key_scales, heads.H // heads.KV, axis=0)
-        np.testing.assert_allclose(made, exact, rtol=2e-3, atol=2e-4)
+            factors *= unit * np.repeat(pool.key_scales, heads.H // heads.KV, axis=0)
+        if len(x) == 1:  # a decode keeps its query to itself
+            made = (exact * factors).astype(np.float16) / factors
+        else:
+            made = pool.query[first : first + len(x)].astype(np.float64) / factors
+            np.testing.assert_allclose(made, exact, rtol=2e-3, atol=2e-4)
+        first += len(x)
         keys, values = pool.held(sequence, start + len(x))
         check_entries(heads, keys[:, start:], rotated(pool, key, start, pool.key_norm), pool.key_scales)
         check_entries(heads, values[:, start:], value.astype(np.float64), pool.value_scales)
@@ -251,18 +266,31 @@ def check_cuts(device: Device, heads: Heads, length: int) -> None:
     x, other = tokens(length, heads, 1), tokens(40, heads, 2)
     whole = Pool(device, heads, [length]).step([x], [0], few_tokens=0)[0]
     assert np.isfinite(read(whole, heads.kind)).all()
-    for ends, few in (
-        ([length], length),  # all by the other kernel: of many values some would be rounded to another one
-        ([130, 513, length], 0),
-        ([length - 2, length - 1, length], 1),
-        ([length - 9, length - 4, length], 16),
+    for ends, few, multiprocessors in (
+        ([length], length, 132),  # all by the other kernel: of many values some would be rounded to another one
+        ([130, 513, length], 0, 132),
+        ([length - 2, length - 1, length], 1, 132),
+        ([length - 9, length - 4, length], 16, 1),  # one thread block for all parts of a sequence
     ):
-        pool, found, start = Pool(device, heads, [40, length]), [], 0
+        pool, found, start = Pool(device, heads, [40, length], multiprocessors), [], 0
         for end in ends:
             beside = other if start == 0 else other[:0]
             found.append(pool.step([beside, x[start:end]], [40 - len(beside), start], few_tokens=few)[1])
             start = end
         assert np.array_equal(np.concatenate(found), whole)
+
+
+@pytest.mark.parametrize(("multiprocessors", "order"), [(1, 0), (132, 0), (132, 1)])
+def test_more_parts_than_are_added_at_once_have_the_bits_of_a_prompt(
+    device: Device, multiprocessors: int, order: int
+) -> None:
+    """With one thread block for all of them, and with one for each."""
+    device.order = order
+    heads = Heads(H=2)
+    x = tokens(5 * PART + 20, heads, 1)
+    pool = Pool(device, heads, [len(x)], multiprocessors)
+    whole = pool.step([x], [0], few_tokens=0)[0]
+    assert np.array_equal(pool.step([x[-1:]], [len(x) - 1])[0], whole[-1:])
 
 
 @pytest.mark.parametrize("heads", [Heads(), Heads(H=2, KV=1, D=256, cache="float16")], ids=["int8", "float16"])

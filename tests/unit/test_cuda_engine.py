@@ -305,11 +305,11 @@ def test_a_plan_selects_all_kernels_that_it_launches(tmp_path: Path, library: Pa
             parameters = getattr(made.parameters, operation.kind)
             parameters.M = parameters.count = parameters.B = parameters.parts = parameters.most_tokens = tokens
             parameters.few_tokens = few
-            more = (0, ctypes.c_uint32(1)) if kind == "block_linear" else ()
+            more = {"block_linear": (0, ctypes.c_uint32(1)), "attention": (ctypes.c_uint32(1),)}.get(kind, ())
             count = getattr(loaded, f"tapeout_cuda_{kind}")(ctypes.byref(parameters), *more, launches)
             names |= {one.kernel.decode() for one in launches[:count]}
     selections = {
-        re.sub(r"block_linear_(F16_\d)_.*", r"LINEAR_\1", name)
+        re.sub(r"linear_(?:few|split|whole)_(F16_\d_(?:plain|any))_.*", r"LINEAR_\1", name)
         .replace("block_gather", "GATHER")
         .replace("rotary_cache", "CACHE")
         .replace("attention_parts", "ATTENTION")
@@ -559,8 +559,8 @@ def test_a_planted_value_that_is_overwritten_too_early_is_found(
 
 STALE = {
     "a graph has the inputs of another bucket": (
-        "const Places at = places_of(e, step->M, step->B, step->P);\n  for",
-        "const Places at = places_of(e, step->M, step->B + (launched && step->bucket), step->P);\n  for",
+        "const Places at = places_of(e, step->M, step->B, step->P);\n  bool",
+        "const Places at = places_of(e, step->M, step->B + (launched && step->bucket), step->P);\n  bool",
     ),
     "a graph has the parts of a short sequence": (
         "step.keys = e->settings.columns * ATTENTION_BLOCK;", "step.keys = ATTENTION_PART + 0 * e->settings.columns;",

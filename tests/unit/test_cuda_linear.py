@@ -56,6 +56,7 @@ def activations(count: int, columns: int, seed: int = 1) -> Array:
         (6, 32, 32, 96, True),
         (8, 32, 37, 160, True),
         (8, 256, 16, 1280, False),
+        (4, 64, 32, 2368, True),  # slices of more chunks than are on their way at once
     ],
 )
 def test_a_linear_equals_its_reference(
@@ -66,9 +67,12 @@ def test_a_linear_equals_its_reference(
     held = weight(device, linear, half=half)
     bias = np.random.default_rng(2).standard_normal(outputs).astype(np.float32)
     matrix = linear.dequantize().astype(np.float64)
-    for count, added in ((1, None), (9, bias), (21, None), (33, bias), (131, bias)):
+    for count, added, many in (
+        *((1, None, 1), (9, bias, 1), (21, None, 1), (33, bias, 1), (131, bias, 1)),
+        *((21, bias, 64), (70, None, 64)),  # a block for each slice
+    ):
         x, exact = rounded(activations(count, columns), kind)
-        y = block_linear(device, held, kind, x, added, many_blocks=1)
+        y = block_linear(device, held, kind, x, added, many_blocks=many)
         offset = 0 if added is None else added.astype(np.float64)
         sizes = np.abs(exact) @ np.abs(matrix).T + np.abs(offset)
         over = np.abs(y - (exact @ matrix.T + offset)) - sizes * ROUNDING * (SPAN + columns / SPAN + WARPS)
@@ -189,6 +193,16 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(device: Device, kind: 
     assert np.array_equal(block_linear(device, held, kind, x, many_blocks=1), together)
     for tokens in (slice(0, 1), slice(6, 7), slice(60, 70), slice(3, 30), slice(2, 40)):
         assert np.array_equal(block_linear(device, held, kind, x[tokens]), together[tokens])
+
+
+@pytest.mark.parametrize("count", [21, 70])
+def test_blocks_of_outputs_and_of_tokens_have_the_bits_of_few_tokens(device: Device, count: int) -> None:
+    """More outputs than a block has, and more tokens."""
+    held = weight(device, random_linear(300, 128, Scheme(bits=4, group_size=64)))
+    x, _ = rounded(activations(count, 128), "F16")
+    few = np.concatenate([block_linear(device, held, "F16", x[i : i + 16]) for i in range(0, count, 16)])
+    for many in (1, 64):
+        assert np.array_equal(block_linear(device, held, "F16", x, many_blocks=many), few)
 
 
 def test_results_do_not_depend_on_the_order_of_threads() -> None:

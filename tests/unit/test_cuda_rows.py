@@ -34,14 +34,16 @@ def norm(device: Device, kind: str, a: Array, b: Array | None, w: Array, rows: l
     chosen = None if rows is None else device.put(np.array(rows, np.int64))
     count = len(a) if rows is None else len(rows)
     total, y = device.empty((count, a.shape[1]), np.float32), device.empty((count, a.shape[1]), np.uint16)
-    held = [at(None if x is None else device.put(x)) for x in (a, b, w)]
+    held = [
+        at(None if x is None else put(x)) for x, put in ((a, device.put_late), (b, device.put_late), (w, device.put))
+    ]
     sizes = (count, len(a), a.shape[1], TYPES.index(kind))
     device.launch("norm", Norm(*held, at(chosen), at(total), at(y), None, *sizes, EPSILON))
     return y.copy(), total.copy()
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("columns", [32, 96, 2112])
+@pytest.mark.parametrize("columns", [32, 96, 2112, 4160])
 def test_a_norm_equals_its_reference(device: Device, kind: str, columns: int) -> None:
     a, b, w = random(5, columns), random(5, columns, seed=4) * 100, random(columns, seed=5)
     for residual, rows in ((None, None), (b, None), (b, [4, 0, 2])):
@@ -61,7 +63,7 @@ def test_a_gate_equals_its_reference(device: Device, kind: str) -> None:
     x = random(3, 2 * 1056) * np.float32(10)
     x[0, 0], x[0, 1] = -200, 200
     y = device.empty((3, 1056), np.uint16)
-    device.launch("gated", Gated(at(device.put(x)), at(y), None, 3, 1056, TYPES.index(kind)))
+    device.launch("gated", Gated(at(device.put_late(x)), at(y), None, 3, 1056, TYPES.index(kind)))
     gate, up = x[:, :1056].astype(np.float64), x[:, 1056:].astype(np.float64)
     with np.errstate(over="ignore"):
         wanted = gate / (1 + np.exp(-gate)) * up
@@ -91,7 +93,7 @@ def test_norms_and_gates_in_fp8_equal_their_references(device: Device, columns: 
     x = random(3, 2 * columns) * np.float32(10)
     x[2] = 0
     codes, scales = device.empty((3, columns), np.uint8), device.empty((3,), np.float32)
-    device.launch("gated", Gated(at(device.put(x)), at(codes), at(scales), 3, columns, 0))
+    device.launch("gated", Gated(at(device.put_late(x)), at(codes), at(scales), 3, columns, 0))
     gate, up = x[:, :columns].astype(np.float64), x[:, columns:].astype(np.float64)
     check_codes(codes, scales, gate / (1 + np.exp(-gate)) * up)
 

@@ -12,6 +12,7 @@ from benchmarks.gpu.llama import Shape
 from benchmarks.gpu.place import Call, Place, Record, milliseconds, peers
 from engines.kernels.cuda.parameters import ATTENTION_BLOCK, ATTENTION_PART, PagedAttention
 
+CACHE_BYTES = 256 << 20
 CASES = ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (8, 8192))  # sequences, keys of each
 
 
@@ -59,7 +60,9 @@ class Attention:
 
     def __call__(self) -> None:
         launches = (Launch * 4)()
-        count = self._library.tapeout_cuda_attention(ctypes.byref(self._parameters), launches)
+        count = self._library.tapeout_cuda_attention(
+            ctypes.byref(self._parameters), ctypes.c_uint32(self._place.driver.multiprocessors), launches
+        )
         for launch in launches[:count]:
             self._place.driver.launch(launch, self._place.stream())
 
@@ -80,7 +83,7 @@ def run(place: Place, record: Record) -> None:
 def _ours(place: Place, record: Record, shape: Shape, batch: int, keys: int, *, int8: bool) -> None:
     import torch
 
-    copies = 1 if place.rehearsal else 3  # of caches, which take turns
+    copies = _copies(place, shape, batch, keys, 1 if int8 else 2)
     ours = [Attention(place, shape, batch, keys, int8=int8) for _ in range(copies)]
     ms = milliseconds(place, ours)
     size = 2 * batch * keys * shape.kv_heads * shape.head_size * (1 if int8 else 2)
@@ -89,13 +92,19 @@ def _ours(place: Place, record: Record, shape: Shape, batch: int, keys: int, *, 
            batch=batch, keys=keys)  # fmt: skip
 
 
+def _copies(place: Place, shape: Shape, batch: int, keys: int, element_bytes: int) -> int:
+    """Of caches, which take turns: together larger than any cache of the GPU, as those of the layers of a model are."""
+    each = 2 * batch * keys * shape.kv_heads * shape.head_size * element_bytes
+    return 1 if place.rehearsal else max(3, -(-CACHE_BYTES // each))
+
+
 def _tensors(place: Place, shape: Shape, batch: int, keys: int) -> tuple[Any, list[tuple[Any, Any]]]:
     import torch
 
     sizes = (batch, shape.kv_heads, keys, shape.head_size)
     like: dict[str, Any] = {"dtype": torch.bfloat16, "device": place.torch_device}
     query = torch.randn(batch, shape.heads, 1, shape.head_size, **like)
-    copies = 1 if place.rehearsal else 3
+    copies = _copies(place, shape, batch, keys, 2)
     return query, [(torch.randn(sizes, **like), torch.randn(sizes, **like)) for _ in range(copies)]
 
 

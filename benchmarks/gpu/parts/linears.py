@@ -17,7 +17,7 @@ from benchmarks.gpu.driver import Launch
 from benchmarks.gpu.llama import Shape
 from benchmarks.gpu.place import Call, Place, Record, milliseconds, peers
 from engines.kernels.cuda.packing import by_row_pair, chunks_of, packed, tiles_of
-from engines.kernels.cuda.parameters import BlockLinear, Weight
+from engines.kernels.cuda.parameters import LINEAR_PLACES, LINEAR_SUMS, BlockLinear, Weight
 from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
 
@@ -32,7 +32,11 @@ class Linear:
     """Ours, on tensors of PyTorch. ``copies``: of the weight, in turns."""
 
     def __init__(self, place: Place, weights: list[tuple[Any, Any]], outputs: int, columns: int, bits: int) -> None:
+        import torch
+
         self._place, self._library = place, ctypes.CDLL(str(place.library))
+        self._sums = torch.empty(LINEAR_SUMS, device=place.torch_device)
+        self._ended = torch.zeros(LINEAR_PLACES, dtype=torch.int32, device=place.torch_device)
         shift = GROUP.bit_length() - 1
         self._held = weights
         self._weights = [
@@ -44,8 +48,9 @@ class Linear:
         return [partial(self._run, weight, x, y) for weight in self._weights]
 
     def _run(self, weight: Weight, x: Any, y: Any) -> None:
-        parameters, launch = BlockLinear(weight, x.data_ptr(), None, None, y.data_ptr(), len(x)), Launch()
-        many = max(self._place.driver.multiprocessors // 2, 1)
+        scratch = (self._sums.data_ptr(), self._ended.data_ptr())
+        parameters, launch = BlockLinear(weight, x.data_ptr(), None, None, y.data_ptr(), *scratch, len(x)), Launch()
+        many = max(self._place.driver.multiprocessors * 3 // 4, 1)
         self._library.tapeout_cuda_block_linear(
             ctypes.byref(parameters), 0, ctypes.c_uint32(many), ctypes.byref(launch)
         )

@@ -20,9 +20,10 @@ def run(place: Place, record: Record) -> None:
         record("driver", cuda=gpu.driver, capability=gpu.capability)
     record("software", python=platform.python_version(), torch=torch.__version__)
     size, edge = (1 << 20, 256) if place.rehearsal else (COPY_BYTES, MATMUL)
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=place.torch_device) for _ in range(2))
+    source, target = (torch.zeros(size // 8, dtype=torch.int64, device=place.torch_device) for _ in range(2))
     source.random_()
-    ms = milliseconds(place, [partial(target.copy_, source)])
+    # A kernel: a copy in a graph gave 2.8 TB/s on an H200, where kernels reach 4.3.
+    ms = milliseconds(place, [partial(torch.bitwise_not, source, out=target)])
     record("copy", bytes_per_s=2 * size / ms * 1e3)
     a, b = (torch.randn(edge, edge, device=place.torch_device, dtype=torch.bfloat16) for _ in range(2))
     ms = milliseconds(place, [lambda: a @ b], rounds=10)

@@ -19,7 +19,10 @@ METRICS = (
 )
 # By the part that launches them.
 SKIPPED = {"linears": 10, "attention": 2}  # launches; of linears those of the check, which are small
-KERNELS = {"linears": ("block_linear_F16_4_1", "block_linear_F16_4_many"), "attention": ("attention_parts_Int8_128",)}
+KERNELS = {
+    "attention": ("attention_parts_Int8_128",),
+    "linears": ("linear_few_F16_4_plain_1", "linear_whole_F16_4_plain_8"),
+}
 
 
 def run(place: Place, record: Record) -> None:

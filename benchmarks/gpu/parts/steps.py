@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,41 +26,96 @@ DRAWN = Draw(Filters(1.44, 50, 0.9, 0), [1 << 63])
 DISTINCT = 8  # prompts; other sequences get copies of their blocks
 
 
-def run(place: Place, record: Record) -> None:
-    shape = place.large
+@dataclass(frozen=True)
+class Sizes:
+    """``blocks``: of a sequence. ``sequences``: of full length, that there is memory for."""
+
+    batches: Sequence[int]
+    prefills: Sequence[int]
+    context: int
+    steps: int
+    blocks: int
+    sequences: int
+
+    def tables(self, batch: int) -> list[range]:
+        return [range(n * self.blocks, (n + 1) * self.blocks) for n in range(batch)]
+
+
+def _sizes(place: Place) -> Sizes:
     batches, prefills, context, steps = (
         ((1, 2), (8, 70), 70, 2) if place.rehearsal else (BATCHES, PREFILLS, CONTEXT, STEPS)
     )
     blocks = -(-(context + 3 * (steps + 1)) // BLOCK_TOKENS)
     wanted = max(max(batches) * blocks, -(-max(prefills) // BLOCK_TOKENS))
+    return Sizes(batches, prefills, context, steps, blocks, -(-wanted // -(-place.large.max_tokens // BLOCK_TOKENS)))
+
+
+def run(place: Place, record: Record) -> None:
+    """The profiler slows what follows: it is last."""
+    shape, sizes = place.large, _sizes(place)
     begun = time.perf_counter()
     bundle = place.bundle(shape, place.level)
     record("bundle written", seconds=time.perf_counter() - begun, shape=shape.name, weight_bytes=shape.weight_bytes)
-    begun = time.perf_counter()
-    columns = -(-shape.max_tokens // BLOCK_TOKENS)
-    with closing(open_engine(bundle, sequences=-(-wanted // columns))) as engine:
-        record("engine opened", seconds=time.perf_counter() - begun)
-        watch = _Watch(engine)
-        _fill(engine, shape, context, blocks, max(batches))
-        for batch in batches:
-            tables = [range(n * blocks, (n + 1) * blocks) for n in range(batch)]
-            for graph in (True, False):
-                watch.graph = graph
-                watch.decode(tables, context, steps)  # once unmeasured
-                ms, host_ms = watch.decode(tables, context, steps)
-                record("decode", ours=bundle.record.precision, graph=graph, batch=batch, context=context, ms=ms,
-                       host_ms=host_ms, read_bytes=shape.weight_bytes + batch * shape.cache_bytes(context))  # fmt: skip
-            watch.graph = True
-            watch.decode(tables, context, steps, DRAWN)
-            ms, host_ms = watch.decode(tables, context, steps, DRAWN)
-            record("drawn decode", ours=bundle.record.precision, batch=batch, context=context, ms=ms, host_ms=host_ms)
-        for tokens in prefills:
-            entry = Entry(_words(shape, tokens, 3), 0, range(-(-tokens // BLOCK_TOKENS)))
-            ms = median(_ms(partial(_checked, engine, [entry])) for _ in range(ROUNDS))
-            record("prefill", ours=bundle.record.precision, tokens=tokens, ms=ms, flop=_flop(shape, tokens))
-    for batch in batches:
-        times = {"torch bf16 in a graph": partial(_torch, place, shape, batch, context)}
-        peers(record, "decode", times, batch=batch, context=context)
+
+    @contextmanager
+    def opened(*, begins_early: bool) -> Iterator[tuple[CudaEngine, _Watch]]:
+        with closing(open_engine(bundle, sequences=sizes.sequences, begins_early=begins_early)) as engine:
+            watch = _Watch(engine)
+            _fill(engine, shape, sizes.context, sizes.blocks, max(sizes.batches))
+            yield engine, watch
+
+    with opened(begins_early=False) as (engine, watch):
+        _times(engine, watch, bundle.record.precision, shape, sizes, record)
+    with opened(begins_early=True) as (_, watch):
+        for batch in sizes.batches:
+            ms, host_ms = watch.twice(sizes.tables(batch), sizes.context, sizes.steps)
+            record("decode, kernels begin early", batch=batch, context=sizes.context, ms=ms, host_ms=host_ms)
+    for batch in sizes.batches:
+        times = {"torch bf16 in a graph": partial(_torch, place, shape, batch, sizes.context)}
+        peers(record, "decode", times, batch=batch, context=sizes.context)
+    with opened(begins_early=False) as (engine, watch):
+        for batch in sizes.batches:
+            decode = partial(watch.decode, sizes.tables(batch), sizes.context, 1)
+            _kernels(place, record, decode, batch=batch, step="decode")
+        prompt = Entry(_words(shape, max(sizes.prefills), 3), 0, range(-(-max(sizes.prefills) // BLOCK_TOKENS)))
+        _kernels(place, record, partial(_checked, engine, [prompt]), batch=1, step="prefill")
+
+
+def _times(engine: CudaEngine, watch: _Watch, name: str, shape: Shape, sizes: Sizes, record: Record) -> None:
+    of: dict[str, Any] = {"ours": name, "context": sizes.context}
+    for batch in sizes.batches:
+        tables = sizes.tables(batch)
+        for graph in (True, False):
+            watch.graph = graph
+            ms, host_ms = watch.twice(tables, sizes.context, sizes.steps)
+            size = shape.weight_bytes + batch * shape.cache_bytes(sizes.context)
+            record("decode", graph=graph, batch=batch, ms=ms, host_ms=host_ms, read_bytes=size, **of)
+        watch.graph = True
+        ms, host_ms = watch.twice(tables, sizes.context, sizes.steps, DRAWN)
+        record("drawn decode", batch=batch, ms=ms, host_ms=host_ms, **of)
+    for tokens in sizes.prefills:
+        entry = Entry(_words(shape, tokens, 3), 0, range(-(-tokens // BLOCK_TOKENS)))
+        ms = median(_ms(partial(_checked, engine, [entry])) for _ in range(ROUNDS))
+        record("prefill", ours=name, tokens=tokens, ms=ms, flop=_flop(shape, tokens))
+
+
+def _kernels(place: Place, record: Record, call: Callable[[], object], **of: Any) -> None:
+    """Launches of each kernel in a call, and their microseconds, as PyTorch's profiler sees them."""
+    if place.rehearsal:
+        call()
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+    path = place.scratch / "trace.json"
+    seen.export_chrome_trace(str(path))
+    found = dict[tuple[str, str], list[float]]()
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event.get("cat") == "kernel":
+            found.setdefault((event["name"], str(event["args"].get("grid"))), []).append(event["dur"])
+    for (name, grid), times in sorted(found.items(), key=lambda item: -sum(item[1])):
+        record("kernel", kernel=name, grid=grid, launches=len(times), us=median(times), all_us=sum(times), **of)
 
 
 def _words(shape: Shape, count: int, seed: int) -> list[int]:
@@ -114,6 +170,11 @@ class _Watch:
             return waited
 
         device.begin = watched
+
+    def twice(self, tables: Sequence[range], context: int, steps: int, draw: Draw | None = None) -> tuple[float, float]:
+        """Of the second time."""
+        self.decode(tables, context, steps, draw)
+        return self.decode(tables, context, steps, draw)
 
     def decode(
         self, tables: Sequence[range], context: int, steps: int, draw: Draw | None = None

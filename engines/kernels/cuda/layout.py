@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.bundle import NEXT_TOKENS
+from engines.kernels.cuda import parameters
 from engines.kernels.cuda.parameters import ATTENTION_BLOCK, ATTENTION_PART, DRAW
-from engines.kernels.cuda.plan import ENDED, LaunchPlan, PlanOperation
+from engines.kernels.cuda.plan import ENDED, LINEAR_ENDED, LINEAR_SUMS, LaunchPlan, PlanOperation
 
 ALIGNMENT = GUARD = 256  # bytes; guards lie between pieces, and at level host a write to one is an error
 RUN_TOKENS = 2048  # M
@@ -62,7 +63,9 @@ def arena(plan: LaunchPlan, files: Mapping[str, int], cache: Mapping[str, int], 
     rows = FEW_ROWS * plan.heads * parts
     places["attention.sums"] = add("sums of attention", 4 * rows * plan.head_size)
     places["attention.rows"] = add("rows of attention", 8 * rows)
-    places[ENDED] = add("ended blocks of attention", 4 * FEW_ROWS * plan.heads)
+    places[LINEAR_SUMS] = add("sums of linears", 4 * parameters.LINEAR_SUMS)
+    places[ENDED] = add("ended blocks", 4 * (FEW_ROWS * plan.heads + parameters.LINEAR_PLACES))
+    places[LINEAR_ENDED] = places[ENDED] + 4 * FEW_ROWS * plan.heads
     places["inputs"] = add("inputs of a step", inputs_bytes(columns))
     last = pieces[-1]
     end = last.offset + last.nbytes

@@ -15,7 +15,8 @@ class Weight(ctypes.Structure):
 
 
 class BlockLinear(ctypes.Structure):
-    _fields_ = (("weight", Weight), ("x", P), ("x_scales", P), ("bias", P), ("y", P), ("M", I32))
+    _fields_ = (("weight", Weight), ("x", P), ("x_scales", P), ("bias", P), ("y", P), ("sums", P),
+                ("ended", P), ("M", I32))  # fmt: skip
 
 
 class QuantizeRows(ctypes.Structure):
@@ -63,6 +64,8 @@ KINDS: tuple[tuple[str, type[ctypes.Structure]], ...] = (  # in the order of enu
 )
 ARGMAX_PARTS, ATTENTION_BLOCK, ATTENTION_PART = 32, 64, 512
 MOST_TOP = 128
+LINEAR_SLICES, LINEAR_PLACES = 4, 256
+LINEAR_SUMS = LINEAR_PLACES * LINEAR_SLICES * 128 * 64
 DRAW = np.dtype([("random", "u8"), ("top_p", "f8"), ("scale", "f4"), ("top_k", "i4"), ("least", "i4"), ("top", "i4")])
 RANKING = np.dtype(
     [("total", "i8"), ("max", "f4"), ("logit", "f4"), ("tokens", "i4", MOST_TOP), ("logits", "f4", MOST_TOP)]
@@ -99,7 +102,7 @@ class Settings(ctypes.Structure):
         ),
         *((name, U64) for name in ("activations", "activations_end", "zeros", "zeros_bytes")),
         *((name, I32) for name in ("operation_count", "piece_count", "upload_count", "cache_count", "bucket_count")),
-        *((name, I32) for name in ("columns", "vocabulary")),
+        *((name, I32) for name in ("columns", "vocabulary", "begins_early")),
     )
 
 

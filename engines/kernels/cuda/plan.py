@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from tapeout.artifact import Frozen
 
-VERSION = 2  # raised where a plan or the interface of a bundle's library changes. 2: tokens are drawn
-ENDED = "attention.ended"  # counts of blocks, which are zeros between launches
+VERSION = 3  # raised where a plan or the interface of a bundle's library changes. 3: linears may be split
+LINEAR_SUMS = "linear.sums"  # scratch of linears that are split
+ENDED, LINEAR_ENDED = "attention.ended", "linear.ended"  # counts of blocks, which are zeros between launches
 RANKING = "ranking"  # the value that has the likeliest tokens
+PLAIN_SHIFT = 6  # of groups of 64 and more: scales of plain weights are of a whole chunk
 PLAN_FILE, CONSTANTS_FILE, WEIGHTS_FILE = "plan.json", "constants.bin", "weights.bin"
 
 
@@ -62,7 +64,10 @@ class LaunchPlan(Frozen):
                 found.add(f"GATHER_{one.numbers['weight.bits']}")
             elif one.kind == "linear":
                 kind = "E4M3" if one.numbers["weight.e4m3"] else "BF16" if one.bfloat16 else "F16"
-                found.add(f"LINEAR_{kind}_{one.numbers['weight.bits']}")
+                bits, shift = one.numbers["weight.bits"], one.numbers["weight.group_shift"]
+                has_rows = kind != "E4M3" and bits != 16
+                plain = has_rows and one.numbers["weight.half_scales"] and "weight.zero_points" not in one.pointers
+                found.add(f"LINEAR_{kind}_{bits}_{'plain' if plain and shift >= PLAIN_SHIFT else 'any'}")
             elif one.kind == "attention":
                 codes = "Fp8" if one.numbers["fp8"] else "Int8"
                 cache = codes if "key_scales" in one.pointers else "Half"

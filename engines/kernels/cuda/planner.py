@@ -17,6 +17,8 @@ from engines.kernels.cuda.parameters import ARGMAX_PARTS
 from engines.kernels.cuda.plan import (
     CONSTANTS_FILE,
     ENDED,
+    LINEAR_ENDED,
+    LINEAR_SUMS,
     RANKING,
     VERSION,
     WEIGHTS_FILE,
@@ -261,6 +263,7 @@ class _Maker:
         if numbers["weight.e4m3"]:
             pointers["x_scales"] = f"{x}.scales"
         pointers |= {"x": x, "y": self._value(y, wanted, _int(node, "N"), 4)}
+        pointers |= {"sums": LINEAR_SUMS, "ended": LINEAR_ENDED}
         if bias is not None:
             pointers["bias"] = _name(bias)
         self._add("linear", node, pointers, numbers, wanted=wanted)

@@ -52,7 +52,8 @@ typedef struct {
   void** graphs; /* of buckets */
   Function functions[FUNCTIONS];
   int function_count;
-  uint32_t many_blocks;
+  uint32_t multiprocessors, many_blocks;
+  bool begins_early; /* whether kernels do */
   DevicePointer arena;
   Begun steps[STEPS]; /* take turns */
   uint64_t begun, ended;
@@ -101,22 +102,23 @@ static int load_driver(Engine* e) {
 }
 
 static int find_device(Engine* e) {
-  int version = 0, multiprocessors = 0;
+  int version = 0, multiprocessors = 0, major = 0;
   CALL(cuDriverGetVersion, &version);
   if (version < LEAST_DRIVER)
     return fail(e, OLD_DRIVER, "the driver is for CUDA %d.%d", version / 1000, version % 1000 / 10);
   if (e->driver.cuInit(0)) return fail(e, NO_GPU, "the driver finds no GPU");
   CALL(cuDeviceGet, &e->device, 0);
   CALL(cuDeviceGetAttribute, &multiprocessors, MULTIPROCESSORS, e->device);
-  e->many_blocks = (uint32_t)multiprocessors / 2;
+  CALL(cuDeviceGetAttribute, &major, MAJOR, e->device);
+  e->multiprocessors = (uint32_t)multiprocessors, e->many_blocks = e->multiprocessors * 3 / 4;
+  e->begins_early = e->settings.begins_early && major >= 9;
   CALL(cuDevicePrimaryCtxRetain, &e->context, e->device);
   e->has_context = 1;
   CALL(cuCtxSetCurrent, e->context);
   const int loaded = e->driver.cuModuleLoadData(&e->module, e->settings.machine_code);
   if (loaded == INVALID_IMAGE || loaded == NO_BINARY_FOR_GPU) {
     e->module = nullptr;
-    int major = 0, minor = 0;
-    CALL(cuDeviceGetAttribute, &major, MAJOR, e->device);
+    int minor = 0;
     CALL(cuDeviceGetAttribute, &minor, MINOR, e->device);
     return fail(e, NO_MACHINE_CODE, "the GPU has compute capability %d.%d, for which this machine code is not", major,
                 minor);
@@ -195,7 +197,7 @@ static void place(Engine* e, Operation* o) {
     case QUANTIZE: place(e, o->quantize.x), place(e, o->quantize.y), place(e, o->quantize.scales); break;
     case LINEAR:
       place(e, o->linear.weight), place(e, o->linear.x), place(e, o->linear.x_scales), place(e, o->linear.bias),
-          place(e, o->linear.y);
+          place(e, o->linear.y), place(e, o->linear.sums), place(e, o->linear.ended);
       break;
     case ATTENTION: {
       Attention& a = o->attention;
@@ -267,7 +269,7 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
       a->M = step->M, a->B = step->B, a->columns = e->settings.columns;
       a->parts = (step->keys + ATTENTION_PART - 1) / ATTENTION_PART;
       a->few_tokens = step->few_tokens, a->most_tokens = step->most_tokens;
-      return tapeout_cuda_attention(a, launches);
+      return tapeout_cuda_attention(a, e->multiprocessors, launches);
     }
     case CHOOSE:
       o->choose.draws = reinterpret_cast<const Draw*>(inputs + at->draws), o->choose.M = step->P;
@@ -293,6 +295,7 @@ static const void* result_of(const StepInputs* step, const Operation* o, size_t*
    each right after it; NULL: none. */
 static int run_operations(Engine* e, const StepInputs* step, bool launched, int count, void* const* outputs) {
   const Places at = places_of(e, step->M, step->B, step->P);
+  bool behind_copy = true; /* which a kernel must wait for */
   for (int i = 0; i < count; i++) {
     Operation o = e->operations[i];
     if (o.wanted && !step->P) continue;
@@ -302,15 +305,22 @@ static int run_operations(Engine* e, const StepInputs* step, bool launched, int 
       const Launch* one = &launches[j];
       void *function = nullptr, *parameters = const_cast<void*>(one->parameters);
       if (find_function(e, one, &function)) return e->failure;
-      if (launched && called(e,
-                             e->driver.cuLaunchKernel(function, one->grid[0], one->grid[1], one->grid[2], one->threads,
-                                                      1, 1, one->shared_bytes, e->stream, &parameters, nullptr),
-                             one->kernel))
+      const LaunchAttribute early = {BEGINS_EARLY, 0, {1}};
+      const LaunchConfig config = {{one->grid[0], one->grid[1], one->grid[2]},
+                                   {one->threads, 1, 1},
+                                   one->shared_bytes,
+                                   e->stream,
+                                   &early,
+                                   e->begins_early && !behind_copy};
+      if (launched && called(e, e->driver.cuLaunchKernelEx(&config, function, &parameters, nullptr), one->kernel))
         return e->failure;
+      behind_copy = false;
     }
     size_t bytes = 0;
     const void* result = outputs && outputs[i] ? result_of(step, &o, &bytes) : nullptr;
-    if (result) CALL(cuMemcpyDtoHAsync_v2, outputs[i], reinterpret_cast<DevicePointer>(result), bytes, e->stream);
+    if (!result) continue;
+    CALL(cuMemcpyDtoHAsync_v2, outputs[i], reinterpret_cast<DevicePointer>(result), bytes, e->stream);
+    behind_copy = true;
   }
   return 0;
 }

@@ -57,8 +57,9 @@ typedef struct {
   uint64_t activations, activations_end; /* pieces from here to there start as NaNs */
   uint64_t zeros, zeros_bytes;           /* but for these */
   int32_t operation_count, piece_count, upload_count, cache_count, bucket_count;
-  int32_t columns;    /* of a block table */
-  int32_t vocabulary; /* logits of a token */
+  int32_t columns;      /* of a block table */
+  int32_t vocabulary;   /* logits of a token */
+  int32_t begins_early; /* kernels of a step may begin before the ones before them have ended, on GPUs that can */
 } Settings;
 
 /* A step of B sequences with M new tokens, P of them with results. In a bucket each sequence has one token. */

@@ -1,7 +1,8 @@
 /* Runs kernels on the calling thread: blocks one after the other, the threads of a block as fibers.
 
-   Fibers take turns in one of three orders, so that a barrier that is missing shows whichever thread runs first. Block
-   memory is filled with NaNs; a block whose threads wait for each other for ever ends with an error. */
+   Fibers take turns in one of three orders, so that a barrier that is missing shows whichever thread runs first; blocks in
+   one of two. Block memory is filled with NaNs; a block whose threads wait for each other for ever ends with an error. What
+   kernels before write can be NaNs until a thread waits for these kernels. */
 #include "host.h"
 #include "launch.h"
 
@@ -78,9 +79,24 @@ switch_stack:
 enum { RETURN = 11, FRAME = 20 };
 #endif
 
-enum { MOST_THREADS = 1024, LANES = 32, STACK_BYTES = 256 << 10 };
+enum { MOST_THREADS = 1024, LANES = 32, STACK_BYTES = 256 << 10, MOST_COPIES = 128, MOST_LATE = 8 };
 
 enum State { READY, AT_BARRIER, AT_MEETING, DONE };
+
+/* A copy to shared memory that its thread has not waited for. */
+struct Copy {
+  void* to;
+  const void* from;
+  uint32_t bytes, group;
+  uint4 begun; /* what was to be copied then: a GPU may read it at any time */
+};
+
+/* Memory that kernels before a launch write, and what they write there. */
+struct Late {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
 
 struct Fiber {
   void* stack; /* where it goes on */
@@ -88,6 +104,8 @@ struct Fiber {
   unsigned index;
   State state;
   void* shadow; /* the sanitizer's */
+  Copy copies[MOST_COPIES];
+  uint32_t copy_count, group; /* group: of copies that begin now */
 };
 
 struct WarpState {
@@ -115,6 +133,9 @@ struct Scheduler {
 
 thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 static thread_local Scheduler* scheduler;
+static thread_local Late late[MOST_LATE];
+static thread_local unsigned late_count, late_written; /* late_written: of a launch */
+static thread_local bool waited;                       /* of a block, for the kernels before */
 static Registration* registered;
 
 Registration::Registration(const char* name, void (*run)(const void*), unsigned threads, unsigned bytes)
@@ -204,6 +225,43 @@ Lane* meet(Meeting meeting, const void* in, size_t bytes) {
   return lane;
 }
 
+void copy_async(void* shared, const void* from, uint32_t bytes, bool here) {
+  Fiber* fiber = scheduler->running;
+  if (fiber->copy_count == MOST_COPIES) {
+    scheduler->error = "a thread has begun too many copies";
+    return;
+  }
+  memset(shared, 0xff, bytes);
+  Copy* copy = &fiber->copies[fiber->copy_count++];
+  *copy = {shared, here ? from : nullptr, bytes, fiber->group, {}};
+  if (here) memcpy(&copy->begun, from, bytes);
+}
+void end_of_copies() {
+  scheduler->running->group++;
+}
+void wait_for_copies(unsigned later) {
+  Fiber* fiber = scheduler->running;
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < fiber->copy_count; i++) {
+    const Copy one = fiber->copies[i];
+    if (one.group + later >= fiber->group) {
+      fiber->copies[kept++] = one;
+    } else if (one.from) {
+      if (memcmp(&one.begun, one.from, one.bytes)) scheduler->error = "what is copied changes meanwhile";
+      memcpy(one.to, one.from, one.bytes);
+    } else {
+      memset(one.to, 0, one.bytes);
+    }
+  }
+  fiber->copy_count = kept;
+}
+
+void wait_for_kernel_before() {
+  waited = true;
+  for (; late_written < late_count; late_written++)
+    memcpy(late[late_written].to, late[late_written].from, late[late_written].bytes);
+}
+
 void* block_memory() {
   return scheduler->memory;
 }
@@ -282,7 +340,11 @@ static void set_order(unsigned order) {
 static void run_block() {
   Scheduler* s = scheduler;
   s->at_barrier = s->done = 0;
-  for (unsigned i = 0; i < s->threads; i++) s->fibers[i].state = READY;
+  waited = false;
+  for (unsigned i = 0; i < s->threads; i++) {
+    Fiber* fiber = &s->fibers[i];
+    fiber->state = READY, fiber->copy_count = fiber->group = 0;
+  }
   for (unsigned i = 0; i < s->threads / LANES; i++) s->warps[i].arrived = 0;
   while (s->done < s->threads && !s->error) {
     bool any = false;
@@ -294,6 +356,7 @@ static void run_block() {
     }
     if (!any) s->error = "threads of a block wait for others that do not come";
   }
+  if (late_count && !waited && !s->error) s->error = "a block ends that has not waited for the kernel before";
 }
 
 static bool prepare(unsigned threads) {
@@ -322,16 +385,28 @@ const char* run_kernel(const Registration* kernel, const void* parameters, const
   set_order(order);
   blockDim = {threads, 1, 1};
   gridDim = {grid[0], grid[1], grid[2]};
-  for (unsigned z = 0; z < gridDim.z && !s->error; z++)
-    for (unsigned y = 0; y < gridDim.y && !s->error; y++)
-      for (unsigned x = 0; x < gridDim.x && !s->error; x++) {
-        blockIdx = {x, y, z};
-        if (memory) memset(memory, 0xff, shared_bytes);
-        run_block();
-      }
+  late_written = 0;
+  for (unsigned i = 0; i < late_count; i++) memset(late[i].to, 0xff, late[i].bytes);
+  const unsigned blocks = grid[0] * grid[1] * grid[2];
+  for (unsigned i = 0; i < blocks && !s->error; i++) {
+    const unsigned at = blocks - 1 - i; /* last first: those of one x follow each other, else those of one z */
+    blockIdx = order == 1 ? Index{at / (grid[1] * grid[2]), at / grid[2] % grid[1], at % grid[2]}
+                          : Index{i % grid[0], i / grid[0] % grid[1], i / (grid[0] * grid[1])};
+    if (memory) memset(memory, 0xff, shared_bytes);
+    run_block();
+  }
   free(memory);
   if (s->error) scheduler = nullptr; /* threads are in the middle of a kernel: their stacks are abandoned */
   return s->error;
+}
+
+/* In launches of this thread `to` is NaNs until a thread waits for the kernels before; then it is `from`. NULL: no memory is any
+   more. */
+extern "C" EXPORTED void tapeout_cuda_late(void* to, const void* from, uint64_t bytes) {
+  if (!to)
+    late_count = 0;
+  else if (late_count < MOST_LATE)
+    late[late_count++] = {to, from, bytes};
 }
 
 /* Runs a launch; NULL, or why it failed. */

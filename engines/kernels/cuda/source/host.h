@@ -89,8 +89,44 @@ inline uint32_t load_once(const uint32_t* from) {
   return *from;
 }
 
-/* Blocks run one after the other. */
+inline int thread_here() {
+  return (int)threadIdx.x;
+}
+inline float computed_here(float x) {
+  return x;
+}
+template <class T>
+inline const T* kept(const T* address) {
+  return address;
+}
+inline void bring_near(const void*) {}
+inline uint4 load_now(const uint4* from) {
+  return *from;
+}
+inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
+  return (word & mask) | bits;
+}
+
+/* Bytes that are copied are NaNs until they are waited for. */
+void copy_async(void* shared, const void* from, uint32_t bytes, bool here);
+void end_of_copies();
+void wait_for_copies(unsigned later);
+template <int BYTES>
+inline void copy_async(void* shared, const void* from, bool here = true) {
+  copy_async(shared, from, BYTES, here);
+}
+template <int LATER>
+inline void wait_for_copies() {
+  wait_for_copies(LATER);
+}
+
+/* Kernels and blocks run one after the other. */
+void wait_for_kernel_before();
+inline void let_next_kernel_begin() {}
 inline float2 load_of_others(const float2* from) {
+  return *from;
+}
+inline float4 load_of_others(const float4* from) {
   return *from;
 }
 inline uint32_t atomicAdd(uint32_t* to, uint32_t x) {
@@ -105,6 +141,9 @@ inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
 
 inline float exp2_approx(float x) {
   return exp2f(x);
+}
+inline float reciprocal_approx(float x) {
+  return 1 / x;
 }
 inline float f16_to_float(uint16_t x) {
   _Float16 y;

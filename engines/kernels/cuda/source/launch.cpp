@@ -23,26 +23,32 @@ static void set(Launch* launch, const void* parameters, uint32_t x, uint32_t y, 
   launch->threads = threads, launch->shared_bytes = shared_bytes;
 }
 
-/* Groups of eight tokens that a block has at once: more use each weight more often, and more registers. Many tokens where
-   that makes blocks for half of a GPU or more. */
+/* A block has all tokens where there are few. Else it has up to 64, and 256 outputs; where that makes fewer blocks than
+   `many_blocks`, which fill a GPU, it has 128 outputs and a slice of the input channels. */
 int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_blocks, Launch* launch) {
-  const uint32_t groups = p->M <= 8 ? 1 : p->M <= 16 ? 2 : p->M <= 32 ? 4 : 8, tiles = groups < 4 ? 1 : 2;
   const char* type = p->weight.e4m3 ? "E4M3" : bfloat16 ? "BF16" : "F16";
-  if (p->M > 64 && parts(p->weight.N, 128) * parts(p->M, 128) >= many_blocks) {
-    snprintf(launch->kernel, sizeof launch->kernel, "block_linear_%s_%d_many", type, p->weight.bits);
-    set(launch, p, parts(p->weight.N, 128), parts(p->M, 128), 1, 256,
-        (p->weight.e4m3 ? 128 * 96 : 128 * 192) + 8 * 16 * WARP_BYTES);
+  const Weight& w = p->weight;
+  const bool has_rows = !w.e4m3 && w.bits != 16;
+  const char* kind = has_rows && w.half_scales && !w.zero_points && w.group_shift >= 6 ? "plain" : "any";
+  const uint32_t bits = (uint32_t)w.bits, N = (uint32_t)w.N;
+  if (p->M <= 16) {
+    snprintf(launch->kernel, sizeof launch->kernel, "linear_few_%s_%u_%s_%u", type, bits, kind, p->M <= 8 ? 1u : 2u);
+    set(launch, p, parts(N, 16), 1, 1, LINEAR_SLICES * 32, 2 * LINEAR_SLICES * WARP_BYTES);
     return 1;
   }
-  snprintf(launch->kernel, sizeof launch->kernel, "block_linear_%s_%d_%u", type, p->weight.bits, groups);
-  set(launch, p, parts(p->weight.N, 16 * tiles), parts(p->M, 8 * groups), 1, 256,
-      8 * WARP_BYTES * least(tiles * groups, 8));
+  const uint32_t groups = p->M <= 32 ? 4 : 8, across = parts(p->M, 8 * groups);
+  const bool split = parts(N, 256) * across < least(many_blocks, LINEAR_PLACES / 2);
+  const uint32_t tiles = split ? 1 : 2,
+                 stage = 8 * tiles * (128 * bits + 96) + groups * 8 * (p->weight.e4m3 ? 64 : 128);
+  snprintf(launch->kernel, sizeof launch->kernel, "linear_%s_%s_%u_%s_%u", split ? "split" : "whole", type, bits, kind,
+           groups);
+  set(launch, p, parts(N, 128 * tiles), across, split ? LINEAR_SLICES : 1, 256, WIDE_STAGES(bits) * stage);
   return 1;
 }
 
 int tapeout_cuda_norm(const Norm* p, Launch* launch) {
   snprintf(launch->kernel, sizeof launch->kernel, "norm_rows");
-  set(launch, p, (uint32_t)p->count, 1, 1, 256, 2 * 8 * sizeof(float));
+  set(launch, p, (uint32_t)p->count, 1, 1, 512, 2 * 16 * sizeof(float));
   return 1;
 }
 
@@ -77,16 +83,19 @@ int tapeout_cuda_choose(const Choose* p, Launch* launches) {
   return 2;
 }
 
-/* Sequences of few new tokens are cut into parts; others are prompts. */
-int tapeout_cuda_attention(const Attention* p, Launch* launches) {
+/* Sequences of few new tokens are cut into parts; others are prompts. Of parts a GPU gets about four blocks for each
+   multiprocessor, where there are as many: two at once. */
+int tapeout_cuda_attention(const Attention* p, uint32_t multiprocessors, Launch* launches) {
   const char* cache = !p->key_scales ? "Half" : p->fp8 ? "Fp8" : "Int8";
   const uint32_t group = (uint32_t)(p->H / p->KV), D = (uint32_t)p->D, KV = (uint32_t)p->KV, B = (uint32_t)p->B;
   Launch* launch = launches;
   if (p->few_tokens > 0) {
     const uint32_t rows = least((uint32_t)p->few_tokens, (uint32_t)p->most_tokens) * group;
+    const uint32_t heads = KV * parts(rows, 16), blocks = parts(4 * multiprocessors, heads * B);
     snprintf(launch->kernel, sizeof launch->kernel, "attention_parts_%s_%u", cache, D);
-    set(launch++, p, (uint32_t)p->parts * parts(rows, 16), KV, B, 256,
-        4 * 8 * WARP_BYTES + 2 * 8 * 16 * 4 + 16 * D * 4 + 16);
+    set(launch++, p, least((uint32_t)p->parts, blocks), heads, B, 256,
+        8 * (p->key_scales && D == 64 ? 8 : 16) * WARP_BYTES + D / 16 * WARP_BYTES + 2 * 8 * 16 * 4 + 2 * 16 * 4 +
+            8 * 8 + 32);
   }
   if (p->most_tokens > p->few_tokens) {
     snprintf(launch->kernel, sizeof launch->kernel, "rotary_cache_%s", cache);

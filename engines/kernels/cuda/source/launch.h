@@ -24,7 +24,7 @@ EXPORTED int tapeout_cuda_quantize(const Quantize* p, Launch* launch);
 EXPORTED int tapeout_cuda_gated(const Gated* p, Launch* launch);
 EXPORTED int tapeout_cuda_block_gather(const BlockGather* p, Launch* launch);
 EXPORTED int tapeout_cuda_choose(const Choose* p, Launch* launches);
-EXPORTED int tapeout_cuda_attention(const Attention* p, Launch* launches);
+EXPORTED int tapeout_cuda_attention(const Attention* p, uint32_t multiprocessors, Launch* launches);
 #ifdef __cplusplus
 }
 #endif

@@ -26,8 +26,15 @@ typedef struct {
   const float* x_scales; /* [M] of codes */
   const float* bias;     /* [N] or NULL */
   float* y;              /* [M, N] */
+  float* sums;           /* scratch of LINEAR_SUMS floats, for linears that are split */
+  uint32_t* ended;       /* [LINEAR_PLACES] blocks that have ended: zeros, before a launch and after it */
   int32_t M;
 } BlockLinear;
+enum { LINEAR_SLICES = 4 }; /* of input channels, each summed by itself */
+/* Blocks of 128 outputs and 64 tokens that a linear has at most where each of its slices has a block of its own. */
+enum { LINEAR_PLACES = 256, LINEAR_SUMS = LINEAR_PLACES * LINEAR_SLICES * 128 * 64 };
+/* Chunks that blocks of many tokens have in shared memory: together fewer than 99 KB, all that some GPUs have. */
+#define WIDE_STAGES(bits) ((bits) <= 6 ? 4 : (bits) == 8 ? 3 : 2)
 
 /* 16-bit floats [M, K] as codes in E4M3 with a scale for each token, so that its largest is 448. Of each four channels the
    second and the third are exchanged: so lie those of a weight. */

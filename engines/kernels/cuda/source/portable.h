@@ -44,17 +44,105 @@ __device__ __forceinline__ uint32_t load_once(const uint32_t* from) {
   return x;
 }
 
+/* The thread's number, and x: what follows from these is computed where it is used, and keeps no registers before. */
+__device__ __forceinline__ int thread_here() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+__device__ __forceinline__ float computed_here(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+
+/* An address that stays in registers: a compiler would add it up again for every load. */
+template <class T>
+__device__ __forceinline__ const T* kept(const T* address) {
+  asm volatile("" : "+l"(address));
+  return address;
+}
+
+/* Brings the 32 bytes around an address into the second-level cache. */
+__device__ __forceinline__ void bring_near(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(from));
+}
+
+/* 16 bytes, at this place of the code: what comes before and is slow does not wait for them. */
+__device__ __forceinline__ uint4 load_now(const uint4* from) {
+  uint4 x;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
 /* What other blocks of the launch wrote: from the second-level cache, which they share. */
+__device__ __forceinline__ float4 load_of_others(const float4* from) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
 __device__ __forceinline__ float2 load_of_others(const float2* from) {
   float2 x;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from) : "memory");
   return x;
 }
 
+/* word & mask | bits, in one instruction: a compiler sees to that only where one of the two is in a register. */
+__device__ __forceinline__ uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(word), "r"(mask), "r"(bits));
+  return y;
+}
+
+/* Copies of 16, 8 or 4 bytes to shared memory, or zeros where `here` is false, which end when the thread that began them
+   waits. What it began up to `end_of_copies` is a group. Others see them behind a barrier after that. */
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* shared, const void* from, bool here = true) {
+  const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared), bytes = here ? BYTES : 0;
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void end_of_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+/* All groups but the last LATER have ended. */
+template <int LATER>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+/* A kernel may begin while the one before it still runs: until it has waited, it touches nothing that kernels of the same
+   step write or read, only weights and what the host has sent. Every kernel waits, so that each ends after those before. */
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 /* 2^x, to about two units in the last place. */
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/* 1 / x, to about a unit in the last place. */
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -164,11 +252,13 @@ __device__ __forceinline__ uint32_t pair_of(float first, float second, int bfloa
 /* The types of activations. `mma` takes operands of this type. */
 struct F16 {
   typedef uint16_t Element;
+  typedef uint4 Eight; /* elements */
   static __device__ __forceinline__ uint32_t pair(float first, float second) { return f16x2_of(first, second); }
   static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_f16(c, a, b); }
 };
 struct BF16 {
   typedef uint16_t Element;
+  typedef uint4 Eight;
   static __device__ __forceinline__ uint32_t pair(float first, float second) { return bf16x2_of(first, second); }
   static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_bf16(c, a, b); }
 };
@@ -180,6 +270,7 @@ constexpr bool SAME<A, A> = true;
 
 struct E4M3 {
   typedef uint8_t Element;
+  typedef uint2 Eight;
   static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_e4m3(c, a, b); }
 };
 enum { LARGEST_E4M3 = 448 };

@@ -2,9 +2,14 @@
 #include "weights.cuh"
 
 enum { ROW_THREADS = 256, ROW_WARPS = ROW_THREADS / WARP, GATHER_THREADS = 128 };
+enum {
+  NORM_THREADS = 512,
+  NORM_WARPS = NORM_THREADS / WARP,
+  NORM_HELD = 2
+}; /* HELD: times four channels of a thread */
 
 struct NormMemory {
-  float squares[ROW_WARPS], largest[ROW_WARPS];
+  float squares[NORM_WARPS], largest[NORM_WARPS];
 };
 
 struct QuantizeMemory {
@@ -22,12 +27,12 @@ __device__ __forceinline__ float larger(float largest, float x) {
 
 /* A row in E4M3: `value_at` gives four of its values at once. By all threads of a block. Of a row with NaN or infinity the
    scale is NaN or infinity, and so are its results in a linear. */
-template <class Values>
-__device__ __forceinline__ void quantize_row(const Values& value_at, int fourths, float (&warps)[ROW_WARPS], void* y,
-                                             float* scales, int64_t row) {
+template <int THREADS, class Values>
+__device__ __forceinline__ void quantize_row(const Values& value_at, int fourths, float (&warps)[THREADS / WARP],
+                                             void* y, float* scales, int64_t row) {
   float largest = 0;
 #pragma unroll 1 /* unrolled, norm_rows has too few registers on sm100 */
-  for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) {
+  for (int i = threadIdx.x; i < fourths; i += THREADS) {
     const float4 x = value_at(i);
     largest = larger(larger(larger(larger(largest, x.x), x.y), x.z), x.w);
   }
@@ -35,10 +40,10 @@ __device__ __forceinline__ void quantize_row(const Values& value_at, int fourths
     largest = larger(largest, __shfl_xor_sync(ALL_LANES, largest, distance));
   if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = largest;
   __syncthreads();
-  for (int i = 0; i < ROW_WARPS; i++) largest = larger(largest, warps[i]);
+  for (int i = 0; i < THREADS / WARP; i++) largest = larger(largest, warps[i]);
   const float inverse = largest > 0 ? LARGEST_E4M3 / largest : 0;
   if (threadIdx.x == 0) scales[row] = largest / LARGEST_E4M3;
-  for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) {
+  for (int i = threadIdx.x; i < fourths; i += THREADS) {
     const float4 x = value_at(i);
     const uint32_t codes = e4m3_of(x.x * inverse) | e4m3_of(x.z * inverse) << 8 | e4m3_of(x.y * inverse) << 16 |
                            e4m3_of(x.w * inverse) << 24;
@@ -46,15 +51,24 @@ __device__ __forceinline__ void quantize_row(const Values& value_at, int fourths
   }
 }
 
-/* A block for each row. The sum is made again in the second pass, from the first-level cache. */
-KERNEL(norm_rows, Norm, ROW_THREADS, 4) {
+/* A block for each row, whose first channels stay in registers; the others are summed again for the second pass. */
+KERNEL(norm_rows, Norm, NORM_THREADS, 2) {
   NormMemory& memory = shared_memory<NormMemory>();
   const int fourths = p.K / 4, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const float4* weight = reinterpret_cast<const float4*>(p.weight);
+  float4 weights[NORM_HELD], sums[NORM_HELD];
+#pragma unroll
+  for (int j = 0; j < NORM_HELD; j++) {
+    const int i = j * NORM_THREADS + (int)threadIdx.x;
+    if (i < fourths) weights[j] = weight[i];
+  }
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const int64_t row = blockIdx.x, token = p.rows ? p.rows[row] : row;
   if (token < 0 || token >= p.M) return; /* of the whole block */
   const float4* a = reinterpret_cast<const float4*>(p.a) + token * fourths;
   const float4* b = p.b ? reinterpret_cast<const float4*>(p.b) + token * fourths : nullptr;
-  auto sum_at = [&](int i) {
+  const auto sum_at = [&](int i) {
     float4 x = a[i];
     if (b) {
       const float4 y = b[i];
@@ -63,27 +77,48 @@ KERNEL(norm_rows, Norm, ROW_THREADS, 4) {
     return x;
   };
   float squares = 0;
-  for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) {
-    const float4 x = sum_at(i);
-    if (p.sum) reinterpret_cast<float4*>(p.sum)[row * fourths + i] = x;
+  const auto add_squares = [&](const float4& x) {
     squares = fmaf(x.x, x.x, squares), squares = fmaf(x.y, x.y, squares);
     squares = fmaf(x.z, x.z, squares), squares = fmaf(x.w, x.w, squares);
+  };
+#pragma unroll
+  for (int j = 0; j < NORM_HELD; j++) {
+    const int i = j * NORM_THREADS + (int)threadIdx.x;
+    if (i < fourths) sums[j] = sum_at(i);
   }
+#pragma unroll
+  for (int j = 0; j < NORM_HELD; j++)
+    if (j * NORM_THREADS + (int)threadIdx.x < fourths) add_squares(sums[j]);
+  for (int i = NORM_HELD * NORM_THREADS + (int)threadIdx.x; i < fourths; i += NORM_THREADS) add_squares(sum_at(i));
   squares = warp_sum(squares);
   if (lane == 0) memory.squares[warp] = squares;
   __syncthreads();
   float all = 0;
-  for (int i = 0; i < ROW_WARPS; i++) all += memory.squares[i];
+#pragma unroll
+  for (int i = 0; i < NORM_WARPS; i++) all += memory.squares[i];
   const float inverse = 1.0f / sqrtf(all / (float)p.K + p.epsilon);
-  const auto value_at = [&](int i) {
-    const float4 x = sum_at(i), w = reinterpret_cast<const float4*>(p.weight)[i];
+  const auto normed = [&](const float4& x, const float4& w) {
     return make_float4(x.x * inverse * w.x, x.y * inverse * w.y, x.z * inverse * w.z, x.w * inverse * w.w);
   };
+  float4* sum = p.sum ? reinterpret_cast<float4*>(p.sum) + row * fourths : nullptr;
   if (p.scales) {
-    quantize_row(value_at, fourths, memory.largest, p.y, p.scales, row);
+    for (int i = threadIdx.x; i < fourths && sum; i += NORM_THREADS) sum[i] = sum_at(i);
+    const auto value_at = [&](int i) { return normed(sum_at(i), weight[i]); };
+    quantize_row<NORM_THREADS>(value_at, fourths, memory.largest, p.y, p.scales, row);
     return;
   }
-  for (int i = threadIdx.x; i < fourths; i += ROW_THREADS) store_four(p.y, row * fourths + i, value_at(i), p.bfloat16);
+#pragma unroll
+  for (int j = 0; j < NORM_HELD; j++) {
+    const int i = j * NORM_THREADS + (int)threadIdx.x;
+    if (i >= fourths) break;
+    if (sum) sum[i] = sums[j];
+    store_four(p.y, row * fourths + i, normed(sums[j], weights[j]), p.bfloat16);
+  }
+  for (int i = NORM_HELD * NORM_THREADS + (int)threadIdx.x; i < fourths; i += NORM_THREADS) {
+    const float4 x = sum_at(i);
+    if (sum) sum[i] = x;
+    store_four(p.y, row * fourths + i, normed(x, weight[i]), p.bfloat16);
+  }
 }
 
 __device__ __forceinline__ float sixteen_bits(uint32_t x, int bfloat16) {
@@ -92,6 +127,8 @@ __device__ __forceinline__ float sixteen_bits(uint32_t x, int bfloat16) {
 
 /* A block for each row, of 16-bit floats. */
 KERNEL(quantize_rows, Quantize, ROW_THREADS, 4) {
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   QuantizeMemory& memory = shared_memory<QuantizeMemory>();
   const int fourths = p.K / 4;
   const int64_t row = blockIdx.x;
@@ -101,7 +138,7 @@ KERNEL(quantize_rows, Quantize, ROW_THREADS, 4) {
     return make_float4(sixteen_bits(four.x, p.bfloat16), sixteen_bits(four.x >> 16, p.bfloat16),
                        sixteen_bits(four.y, p.bfloat16), sixteen_bits(four.y >> 16, p.bfloat16));
   };
-  quantize_row(value_at, fourths, memory.largest, p.y, p.scales, row);
+  quantize_row<ROW_THREADS>(value_at, fourths, memory.largest, p.y, p.scales, row);
 }
 
 __device__ __forceinline__ float gated(float gate, float up) {
@@ -109,6 +146,8 @@ __device__ __forceinline__ float gated(float gate, float up) {
 }
 
 KERNEL(gated_rows, Gated, ROW_THREADS, 4) {
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const int i = (int)blockIdx.x * ROW_THREADS + (int)threadIdx.x, fourths = p.K / 4;
   const int64_t row = blockIdx.y;
   if (i >= fourths) return;
@@ -120,6 +159,8 @@ KERNEL(gated_rows, Gated, ROW_THREADS, 4) {
 
 /* The same in E4M3: a block for each row. */
 KERNEL(gated_codes, Gated, ROW_THREADS, 4) {
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   QuantizeMemory& memory = shared_memory<QuantizeMemory>();
   const int fourths = p.K / 4;
   const int64_t row = blockIdx.x;
@@ -128,7 +169,7 @@ KERNEL(gated_codes, Gated, ROW_THREADS, 4) {
     const float4 gate = x[i], up = x[fourths + i];
     return make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w));
   };
-  quantize_row(value_at, fourths, memory.largest, p.y, p.scales, row);
+  quantize_row<ROW_THREADS>(value_at, fourths, memory.largest, p.y, p.scales, row);
 }
 
 /* Four values of a row: half `second` of a tile, step and pair of codes. */
@@ -151,6 +192,8 @@ __device__ __forceinline__ float4 decoded(const Codes<16>& codes, bool second, f
 /* A thread decodes what one lane of a linear has of the row: 16 channels of a chunk. */
 template <int BITS>
 __device__ __forceinline__ void block_gather(const BlockGather& p) {
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const Weight& w = p.weight;
   const int at = (int)blockIdx.x * GATHER_THREADS + (int)threadIdx.x, chunk = at / 4, t = at % 4;
   const int chunks = parts_of(w.K, CHUNK);
@@ -160,7 +203,7 @@ __device__ __forceinline__ void block_gather(const BlockGather& p) {
   const bool known = id >= 0 && id < w.N;
   const int row = known ? (int)id : 0, tile = row / TILE, g = row % 8, second = row / 8 % 2;
   Codes<BITS> codes;
-  codes.load(w.codes + ((int64_t)tile * chunks + chunk) * (TILE * CHUNK / 8 * BITS), 4 * g + t);
+  codes.load(w.codes + ((int64_t)tile * chunks + chunk) * (TILE * CHUNK / 8 * BITS), 4 * g + t, ReadOnce());
   float* y = p.y + (int64_t)blockIdx.y * w.K + chunk * CHUNK + 8 * t;
 #pragma unroll
   for (int span = 0; span < 2; span++) {

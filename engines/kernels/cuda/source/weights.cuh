@@ -16,11 +16,25 @@
 
 enum { TILE = 16, CHUNK = 64, STEPS = 4, SPAN = 32 }; /* SPAN: channels that are summed before they are scaled */
 
-/* Bits of `word` from `from` on, at `to`, in both halves: one shift and one logical operation. */
+/* Bits of `word` from `from` on, at `to`, in both halves, with `others`: one shift and one logical operation. */
 template <int from, int to, uint32_t mask>
-__device__ __forceinline__ uint32_t field(uint32_t word) {
-  return (from > to ? word >> (from - to) : word << (to - from)) & mask << to;
+__device__ __forceinline__ uint32_t field(uint32_t word, uint32_t others) {
+  return and_or(from > to ? word >> (from - to) : word << (to - from), mask << to, others);
 }
+
+/* How codes are read: from memory, which nobody reads again, or from shared memory. */
+struct ReadOnce {
+  template <class Word>
+  __device__ __forceinline__ Word operator()(const Word* from) const {
+    return load_once(from);
+  }
+};
+struct Read {
+  template <class Word>
+  __device__ __forceinline__ Word operator()(const Word* from) const {
+    return *from;
+  }
+};
 
 template <int BITS>
 struct Codes;
@@ -28,65 +42,69 @@ struct Codes;
 template <>
 struct Codes<4> {
   uint4 low;
-  __device__ __forceinline__ void load(const uint8_t* chunk, int lane) {
-    low = load_once(reinterpret_cast<const uint4*>(chunk) + lane);
+  template <class Reader>
+  __device__ __forceinline__ void load(const uint8_t* chunk, int lane, const Reader& read) {
+    low = read(reinterpret_cast<const uint4*>(chunk) + lane);
   }
   template <int step>
   __device__ __forceinline__ uint32_t low_word() const {
     return step == 0 ? low.x : step == 1 ? low.y : step == 2 ? low.z : low.w;
   }
-  /* Register `pair` of a step: both codes, from bit `to` on. */
+  /* Register `pair` of a step: both codes, from bit `to` on, with other bits. */
   template <int step, int pair, int to>
-  __device__ __forceinline__ uint32_t at() const {
-    return field<4 * pair, to, 0x000f000f>(low_word<step>());
+  __device__ __forceinline__ uint32_t at(uint32_t others = 0) const {
+    return field<4 * pair, to, 0x000f000f>(low_word<step>(), others);
   }
 };
 
 template <>
 struct Codes<5> : Codes<4> {
   uint32_t high;
-  __device__ __forceinline__ void load(const uint8_t* chunk, int lane) {
-    Codes<4>::load(chunk, lane);
-    high = load_once(reinterpret_cast<const uint32_t*>(chunk + 64 * 8) + lane);
+  template <class Reader>
+  __device__ __forceinline__ void load(const uint8_t* chunk, int lane, const Reader& read) {
+    Codes<4>::load(chunk, lane, read);
+    high = read(reinterpret_cast<const uint32_t*>(chunk + 64 * 8) + lane);
   }
   template <int step, int pair, int to>
-  __device__ __forceinline__ uint32_t at() const {
-    return Codes<4>::at<step, pair, to>() | field<4 * step + pair, to + 4, 0x00010001>(high);
+  __device__ __forceinline__ uint32_t at(uint32_t others = 0) const {
+    return field<4 * step + pair, to + 4, 0x00010001>(high, Codes<4>::at<step, pair, to>(others));
   }
 };
 
 template <>
 struct Codes<6> : Codes<4> {
   uint2 high;
-  __device__ __forceinline__ void load(const uint8_t* chunk, int lane) {
-    Codes<4>::load(chunk, lane);
-    high = load_once(reinterpret_cast<const uint2*>(chunk + 64 * 8) + lane);
+  template <class Reader>
+  __device__ __forceinline__ void load(const uint8_t* chunk, int lane, const Reader& read) {
+    Codes<4>::load(chunk, lane, read);
+    high = read(reinterpret_cast<const uint2*>(chunk + 64 * 8) + lane);
   }
   template <int step, int pair, int to>
-  __device__ __forceinline__ uint32_t at() const {
-    return Codes<4>::at<step, pair, to>() |
-           field<8 * (step % 2) + 2 * pair, to + 4, 0x00030003>(step < 2 ? high.x : high.y);
+  __device__ __forceinline__ uint32_t at(uint32_t others = 0) const {
+    return field<8 * (step % 2) + 2 * pair, to + 4, 0x00030003>(step < 2 ? high.x : high.y,
+                                                                Codes<4>::at<step, pair, to>(others));
   }
 };
 
 template <>
 struct Codes<8> : Codes<4> {
   uint4 high;
-  __device__ __forceinline__ void load(const uint8_t* chunk, int lane) {
-    Codes<4>::load(chunk, lane);
-    high = load_once(reinterpret_cast<const uint4*>(chunk + 64 * 8) + lane);
+  template <class Reader>
+  __device__ __forceinline__ void load(const uint8_t* chunk, int lane, const Reader& read) {
+    Codes<4>::load(chunk, lane, read);
+    high = read(reinterpret_cast<const uint4*>(chunk + 64 * 8) + lane);
   }
   template <int step>
   __device__ __forceinline__ uint32_t high_word() const {
     return step == 0 ? high.x : step == 1 ? high.y : step == 2 ? high.z : high.w;
   }
   template <int step, int pair, int to>
-  __device__ __forceinline__ uint32_t high_at() const {
-    return field<4 * pair, to, 0x000f000f>(high_word<step>());
+  __device__ __forceinline__ uint32_t high_at(uint32_t others) const {
+    return field<4 * pair, to, 0x000f000f>(high_word<step>(), others);
   }
   template <int step, int pair, int to>
-  __device__ __forceinline__ uint32_t at() const {
-    return Codes<4>::at<step, pair, to>() | high_at<step, pair, to + 4>();
+  __device__ __forceinline__ uint32_t at(uint32_t others = 0) const {
+    return high_at<step, pair, to + 4>(Codes<4>::at<step, pair, to>(others));
   }
 };
 
@@ -94,10 +112,11 @@ struct Codes<8> : Codes<4> {
 template <>
 struct Codes<16> {
   uint4 steps[STEPS];
-  __device__ __forceinline__ void load(const uint8_t* chunk, int lane) {
+  template <class Reader>
+  __device__ __forceinline__ void load(const uint8_t* chunk, int lane, const Reader& read) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
-      steps[step] = load_once(reinterpret_cast<const uint4*>(chunk + step * 64 * 8) + lane);
+      steps[step] = read(reinterpret_cast<const uint4*>(chunk + step * 64 * 8) + lane);
   }
   template <int step, int pair>
   __device__ __forceinline__ uint32_t halves() const {
@@ -121,8 +140,8 @@ struct Decoder<F16, BITS> {
   template <int step, int pair>
   static __device__ __forceinline__ uint32_t decode(const Codes<BITS>& codes, uint32_t offset) {
     if (pair % 2 && BITS < 8)
-      return fma_f16x2(codes.template at<step, pair, 4>() | 0x64006400, 0x2c002c00, offset); /* · 1 / 16 */
-    return add_f16x2(codes.template at<step, pair, 0>() | 0x64006400, offset);
+      return fma_f16x2(codes.template at<step, pair, 4>(0x64006400), 0x2c002c00, offset); /* · 1 / 16 */
+    return add_f16x2(codes.template at<step, pair, 0>(0x64006400), offset);
   }
 };
 
@@ -143,7 +162,7 @@ struct Decoder<BF16, BITS> {
   }
   template <int step, int pair>
   static __device__ __forceinline__ uint32_t decode(const Codes<BITS>& codes, uint32_t offset) {
-    return fma_bf16x2(codes.template at<step, pair, 0>() | 0x43004300, 0x3f803f80, offset); /* · 1 */
+    return fma_bf16x2(codes.template at<step, pair, 0>(0x43004300), 0x3f803f80, offset); /* · 1 */
   }
 };
 
@@ -156,8 +175,8 @@ struct Decoder<BF16, 8> {
   template <int step, int pair>
   static __device__ __forceinline__ uint32_t decode(const Codes<8>& codes, uint32_t offset) {
     const uint32_t one = 0x3f803f80;
-    uint32_t high = fma_bf16x2(codes.high_at<step, pair, 0>() | 0x43004300, 0x41804180, 0xc500c500); /* · 16 - 2,048 */
-    uint32_t low = fma_bf16x2(codes.Codes<4>::at<step, pair, 0>() | 0x43004300, one, 0xc300c300);    /* - 128 */
+    uint32_t high = fma_bf16x2(codes.high_at<step, pair, 0>(0x43004300), 0x41804180, 0xc500c500); /* · 16 - 2,048 */
+    uint32_t low = fma_bf16x2(codes.Codes<4>::at<step, pair, 0>(0x43004300), one, 0xc300c300);    /* - 128 */
     return fma_bf16x2(fma_bf16x2(high, one, offset), one, low);
   }
 };
@@ -180,20 +199,26 @@ __device__ __forceinline__ int groups_of(const Weight& w) {
   return ((w.K - 1) >> w.group_shift) + 1;
 }
 
-__device__ __forceinline__ float2 scales_at(const Weight& w, int at) {
-  if (!w.half_scales) return static_cast<const float2*>(w.scales)[at];
-  const uint32_t both = static_cast<const uint32_t*>(w.scales)[at];
+__device__ __forceinline__ float2 halves_of(uint32_t both) {
   return make_float2(f16_to_float((uint16_t)both), f16_to_float((uint16_t)(both >> 16)));
 }
+__device__ __forceinline__ float2 scales_at(const Weight& w, int at) {
+  return w.half_scales ? halves_of(static_cast<const uint32_t*>(w.scales)[at])
+                       : static_cast<const float2*>(w.scales)[at];
+}
 
+/* Where scales and zero points of a channel lie. */
+__device__ __forceinline__ int rows_at(const Weight& w, int tile, int channel, int g) {
+  return (tile * groups_of(w) + (smaller(channel, w.K - 1) >> w.group_shift)) * (TILE / 2) + g;
+}
+template <int BITS>
+__device__ __forceinline__ uint32_t middle_of() {
+  return 0x0101 << (BITS - 1);
+}
 template <int BITS>
 __device__ __forceinline__ RowPair load_rows(const Weight& w, int tile, int channel, int g) {
-  RowPair rows;
-  const int at = (tile * groups_of(w) + (smaller(channel, w.K - 1) >> w.group_shift)) * (TILE / 2) + g;
-  rows.scales = scales_at(w, at);
-  const uint32_t middle = 0x0101 << (BITS - 1);
-  rows.zero_points = w.zero_points ? reinterpret_cast<const uint16_t*>(w.zero_points)[at] : middle;
-  return rows;
+  const int at = rows_at(w, tile, channel, g);
+  return {scales_at(w, at), w.zero_points ? reinterpret_cast<const uint16_t*>(w.zero_points)[at] : middle_of<BITS>()};
 }
 
 /* Weights in half have neither. */
