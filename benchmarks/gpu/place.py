@@ -161,7 +161,7 @@ def milliseconds(place: Place, calls: Sequence[Call], *, rounds: int = 20, graph
     times = list[float]()
     for number in range(WARMUPS + rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SLEEP_CYCLES)  # while the host launches what is timed
+        torch.cuda._sleep(SLEEP_CYCLES)  # pyright: ignore[reportPrivateUsage]  # the host launches meanwhile
         begin.record()
         replay()
         end.record()

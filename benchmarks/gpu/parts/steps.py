@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +58,7 @@ def run(place: Place, record: Record) -> None:
     record("bundle written", seconds=time.perf_counter() - begun, shape=shape.name, weight_bytes=shape.weight_bytes)
 
     @contextmanager
-    def opened(*, begins_early: bool) -> Iterator[tuple[CudaEngine, _Watch]]:
+    def opened(*, begins_early: bool) -> Generator[tuple[CudaEngine, _Watch]]:
         with closing(open_engine(bundle, sequences=sizes.sequences, begins_early=begins_early)) as engine:
             watch = _Watch(engine)
             _fill(engine, shape, sizes.context, sizes.blocks, max(sizes.batches))
