@@ -288,6 +288,7 @@ def test_more_parts_than_are_added_at_once_have_the_bits_of_a_prompt(
     device.order = order
     heads = Heads(H=2)
     x = tokens(5 * PART + 20, heads, 1)
+    x *= np.linspace(1, 4, len(x), dtype=x.dtype)[:, None]  # later parts have larger scores
     pool = Pool(device, heads, [len(x)], multiprocessors)
     whole = pool.step([x], [0], few_tokens=0)[0]
     assert np.array_equal(pool.step([x[-1:]], [len(x) - 1])[0], whole[-1:])
