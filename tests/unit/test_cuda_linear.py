@@ -27,7 +27,10 @@ from tests.cuda import (
 from tests.random_linears import ROUNDING, random_linear
 
 BITS = (4, 5, 6, 8)
-SPAN, WARPS = 32, 8  # channels that are summed before they are scaled; parts of K
+SPAN, WARPS = (
+    32,
+    8,
+)  # roundings that bounds count: of a scaled sum of channels, and of parts of K; plain weights have 64 and 4
 
 
 @pytest.fixture
