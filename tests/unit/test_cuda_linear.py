@@ -27,10 +27,8 @@ from tests.cuda import (
 from tests.random_linears import ROUNDING, random_linear
 
 BITS = (4, 5, 6, 8)
-SPAN, WARPS = (
-    32,
-    8,
-)  # roundings that bounds count: of a scaled sum of channels, and of parts of K; plain weights have 64 and 4
+# Roundings that bounds count: of a scaled sum of channels, and of parts of K. Plain weights have 64 and 4.
+SPAN, WARPS = 32, 8
 
 
 @pytest.fixture
