@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from runtime.constraints.size import check_size
 from runtime.wire.messages import Constraint
-from tapeout.errors import RequestError
+from tapeout.errors import RequestError, TapeoutError
 
 if TYPE_CHECKING:
     from runtime.constraints.compiler import ConstraintCompiler
@@ -42,7 +42,8 @@ class ConstraintChecker:
         self._lock = threading.Lock()
 
     def check(self, constraint: Constraint) -> None:
-        """:class:`RequestError` for a constraint that is invalid, unsupported or too complex.
+        """:class:`RequestError` for a constraint that is invalid, unsupported or too complex; :class:`TapeoutError`
+        where the process cannot check any.
 
         Takes some 20 milliseconds, and at most the seconds above and the start of a process (half a second): call it in
         a thread.
@@ -82,12 +83,9 @@ class ConstraintChecker:
         except BrokenPipeError:
             line = ""
         if not line:
+            ended = self._process.wait()
             self._end()
-            return RequestError(
-                f"a {constraint.kind} constraint that takes too long or too much memory to compile",
-                expected=f"at most {COMPILE_SECONDS + PROBE_SECONDS} seconds of processor time",
-                remedy="simplify it",
-            )
+            return _ended(constraint, ended)
         found, expected, remedy = json.loads(line)
         return RequestError(found, expected=expected, remedy=remedy) if found else None
 
@@ -96,6 +94,27 @@ class ConstraintChecker:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+def _ended(constraint: Constraint, code: int) -> RequestError:
+    """Why a constraint has ended the process. :class:`TapeoutError` where it was not the constraint."""
+    if code >= 0:
+        raise TapeoutError(
+            f"the process that checks constraints ended with exit code {code}",
+            expected="one that reads the model's tokenizer.json",
+            remedy="the server's log has its error",
+        )
+    if code == -signal.SIGPROF:
+        return RequestError(
+            f"a {constraint.kind} constraint that takes too long to compile",
+            expected=f"at most {COMPILE_SECONDS + PROBE_SECONDS} seconds of processor time",
+            remedy="simplify it",
+        )
+    return RequestError(
+        f"a {constraint.kind} constraint that ends the compiler ({signal.Signals(-code).name})",
+        expected=f"one that takes at most {STACK_BYTES >> 20} MiB of stack and {MOST_MEMORY_BYTES >> 30} GiB of memory",
+        remedy="simplify it: it is nested too deeply, or too large",
+    )
 
 
 def main() -> None:
@@ -118,6 +137,8 @@ def main() -> None:
 
 
 def _answer(compiler: ConstraintCompiler) -> None:
+    from runtime.constraints.compiler import cannot_be_compiled
+
     for line in sys.stdin:
         kind, text = json.loads(line)
         answer = ("", "", "")
@@ -127,6 +148,9 @@ def _answer(compiler: ConstraintCompiler) -> None:
             compiler.check(Constraint(kind, text), compiled=lambda: signal.setitimer(signal.ITIMER_PROF, PROBE_SECONDS))
         except RequestError as error:
             answer = (error.found, error.expected, error.remedy)
+        except BaseException as error:  # a panic of the library is not an Exception
+            refused = cannot_be_compiled(f"{type(error).__name__}: {error}")
+            answer = (refused.found, refused.expected, refused.remedy)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MaskArray = NDArray[np.uint32]  # one bit of a word for each token
 
 CACHED = 64  # compiled constraints
+MOST_DIGITS = 300  # of an integer that double precision can come near to
 STACK_BYTES = 64 << 20  # of the thread that compiles; its pages are only touched where needed
 
 
@@ -80,8 +81,7 @@ class ConstraintCompiler:
             except RequestError as error:
                 future.set_exception(error)
             except BaseException as error:  # a panic of the library is not an Exception, and somebody waits
-                found = f"the constraint cannot be compiled: {type(error).__name__}: {error}"
-                future.set_exception(RequestError(one_line(ValueError(found), 300)))
+                future.set_exception(cannot_be_compiled(f"{type(error).__name__}: {error}"))
 
         with _THREAD_LOCK:
             before = threading.stack_size(STACK_BYTES)
@@ -101,14 +101,14 @@ class ConstraintCompiler:
         compiled()
         reason = probe(matcher, self._loaded(), self._stop_tokens)
         if reason is not None:
-            raise _cannot_be_compiled(reason)
+            raise cannot_be_compiled(reason)
 
     def _compile(self, grammar: Grammar, effort: Effort = SERVED) -> LLMatcher:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._loaded(), grammar.text, log_level=0, limits=effort.limits(grammar.characters))
         if matcher.is_error():
-            raise _cannot_be_compiled(matcher.get_error())
+            raise cannot_be_compiled(matcher.get_error())
         return matcher
 
     def _loaded(self) -> LLTokenizer:
@@ -200,7 +200,7 @@ def grammar_of(constraint: Constraint) -> Grammar:
 _THREAD_LOCK = threading.Lock()  # the stack size of new threads is a setting of the process
 
 
-def _cannot_be_compiled(reason: str) -> RequestError:
+def cannot_be_compiled(reason: str) -> RequestError:
     return RequestError(
         f"the constraint cannot be compiled: {one_line(ValueError(reason), 300)}",
         expected="a valid constraint that some response can match",
@@ -231,13 +231,11 @@ def _parse(constraint: Constraint) -> Any:
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
-    def finite(text: str) -> float:
-        if math.isinf(number := float(text)):
-            raise ValueError(f"{text[:40]} is too large")
-        return number
+    def whole(text: str) -> float:
+        return int(text) if len(text) <= MOST_DIGITS else math.copysign(math.inf, -text.startswith("-"))
 
     try:
-        return json.loads(constraint.text, parse_constant=refuse, parse_float=finite)
+        return json.loads(constraint.text, parse_constant=refuse, parse_int=whole)
     except (ValueError, RecursionError) as error:
         raise RequestError(
             f"a {constraint.kind} constraint that is not JSON: {one_line(error, 200)}", expected="JSON"

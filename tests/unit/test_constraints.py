@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -18,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from runtime.constraints import check as check_module
 from runtime.constraints import compiler as constraints
 from runtime.constraints import limits as constraint_limits
 from runtime.constraints.check import ConstraintChecker
@@ -25,7 +28,7 @@ from runtime.constraints.compiler import ConstraintCompiler
 from runtime.constraints.size import MOST_BYTES
 from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.wire.messages import Constraint, GenerateRequest, SamplingSettings
-from tapeout.errors import RequestError
+from tapeout.errors import RequestError, TapeoutError
 
 END, OTHER_END, V = 0, 1, 600
 TEXTS = [
@@ -219,7 +222,16 @@ def test_a_completed_grammar_ends_the_response_whatever_the_minimum() -> None:
         (Constraint("json_schema", "[1]"), "of type list"),
         (Constraint("json_schema", '{"type": NaN}'), "NaN is not JSON"),
         (Constraint("json_schema", '{"type":"object"}},{"lark_grammar":"start: /x/"'), "is not JSON"),
-        (Constraint("json_schema", '{"type":"string","maxLength":1e999}'), "1e999 is too large"),
+        (Constraint("json_schema", '{"minimum":1e999}'), "`minimum` of a number beyond double precision"),
+        (Constraint("json_schema", '{"type":"number","minimum":1e20}'), r"`minimum` of 1e\+20 \(no integer of 64 bits"),
+        (Constraint("json_schema", '{"exclusiveMinimum":9223372036854775807}'), "`exclusiveMinimum` of 922337203685"),
+        (Constraint("json_schema", '{"maximum":-9223372036854775808}'), "`maximum` of -9223372036854775808"),
+        (Constraint("json_schema", '{"const":18446744073709551615}'), "`const` of 18446744073709551615"),
+        (Constraint("json_schema", '{"enum":[1,{"a":[9007199254740993]}]}'), "`enum` of 9007199254740993"),
+        (Constraint("json_schema", '{"const":-9223372036854775807}'), "`const` of -9223372036854775807"),
+        (Constraint("json_schema", f'{{"const":{"9" * 5000}}}'), "`const` of a number beyond"),
+        (Constraint("json_schema", f'{{"enum":[{"9" * 40}]}}'), r"`enum` of 9{20}… \(40 digits\)"),
+        (Constraint("json_schema", '{"multipleOf":18446744073709551616}'), "`multipleOf` of 18446744073709551616"),
         (Constraint("json_schema", '{"type":"nothing"}'), "Invalid type"),
         (Constraint("json_schema", '{"type":"array","uniqueItems":true}'), "uniqueItems"),
         (
@@ -301,6 +313,49 @@ def test_hostile_constraints_are_refused_in_bounded_time(constraint: Constraint,
         with pytest.raises(RequestError):
             checker.check(constraint)
     checker.check(Constraint("choice", '["still here"]'))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a chain of rules", "takes too long to compile"),
+        ("a chain of references", r"ends the compiler \(SIG(SEGV|BUS)\)"),
+    ],
+)
+def test_how_a_constraint_ended_the_process_is_said(name: str, message: str, checker: ConstraintChecker) -> None:
+    with pytest.raises(RequestError, match=message):
+        checker.check(HOSTILE[name])
+
+
+def test_an_exception_of_the_compiler_is_said_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class PanicException(BaseException): ...
+
+    def check(constraint: Constraint, compiled: Any) -> None:
+        if constraint.text == "(":
+            raise PanicException("index out of bounds")
+
+    asked = "".join(json.dumps(["regex", text]) + "\n" for text in ("(", "a"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(asked))
+    own: Any = SimpleNamespace(load=lambda: None, check=check)
+    check_module._answer(own)  # pyright: ignore[reportPrivateUsage]
+    panicked, good = map(json.loads, capsys.readouterr().out.splitlines())
+    assert panicked[0] == "the constraint cannot be compiled: PanicException: index out of bounds" and panicked[2]
+    assert good == ["", "", ""]
+
+
+def test_a_checker_that_cannot_start_blames_no_constraint(tmp_path: Path) -> None:
+    """It is no mistake of the client, and not remembered as one."""
+    own = ConstraintChecker(tmp_path / "tokenizer.json", V, [END])
+    try:
+        with pytest.raises(TapeoutError, match="exit code 1") as caught:
+            own.check(Constraint("regex", "a"))
+        assert not isinstance(caught.value, RequestError)
+        (tmp_path / "tokenizer.json").write_text(tokenizer().to_str())
+        own.check(Constraint("regex", "a"))
+    finally:
+        own.close()
 
 
 @pytest.mark.parametrize("pattern", ["((((a{99}){99}){99}){99}){99}", "a{60000}", "(.*a.{9}b){9}", "(a|b|ab)*c"])

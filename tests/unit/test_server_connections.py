@@ -316,7 +316,12 @@ def test_a_body_that_is_compressed_is_named(site: Site) -> None:
         answer = site.http.post(path, content=body, headers={"content-encoding": "gzip"})
         assert answer.status_code == 415 and "gzip" in answer.json()["error"]["message"]
         assert answer.headers["accept-encoding"] == "identity"
-    plain = {"content-encoding": "identity"}
+    twice = [("content-encoding", "identity"), ("content-encoding", "br"), ("content-encoding", "GZIP, x")]
+    for headers, named in (([("content-encoding", "gzip, br")], "gzip, br"), (twice, "identity, br, GZIP, x")):
+        answer = site.http.post("/tokenize", content=body, headers=headers)
+        assert answer.status_code == 415 and named in answer.json()["error"]["message"]
+        assert answer.json()["error"]["code"] == "unsupported_encoding"
+    plain = [("content-encoding", "identity"), ("content-encoding", "Identity,")]
     assert site.http.post("/tokenize", content=b'{"prompt": "x"}', headers=plain).status_code == 200
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.constraints.schemas.normal import normal
+from runtime.constraints.schemas.numbers import held
 from runtime.constraints.schemas.references import SelfContained, self_contained
 from runtime.constraints.schemas.rewrite import rewritten
 from tapeout.errors import RequestError
@@ -19,6 +20,6 @@ def enforceable(schema: Any) -> Any:
     try:
         root, definitions = self_contained(schema)
         named = {name: normal(definition) for name, definition in definitions.items()}
-        return SelfContained(*rewritten(normal(root), named)).joined()
+        return held(SelfContained(*rewritten(normal(root), named)).joined())
     except RecursionError as error:
         raise RequestError("a JSON schema that is nested too deeply", expected="a few hundred levels") from error

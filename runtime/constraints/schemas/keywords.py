@@ -5,6 +5,7 @@ docs/serving.md shows the first four tables; a test compares them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -89,6 +90,7 @@ COUNTS = frozenset(
         "minProperties",
     )
 )
+MOST_COUNT = (1 << 31) - 1  # more than any response has of anything
 TYPES = ("null", "boolean", "number", "string", "array", "object")  # integers are numbers
 
 ONE_SCHEMA = frozenset(
@@ -151,7 +153,7 @@ def _names(value: Any) -> bool:
 
 
 def _count(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
+    return _number(value) and value >= 0 and (value == math.inf or value % 1 == 0)
 
 
 def _number(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from runtime.constraints.schemas.keywords import ASSERTIONS, COUNTS, FORMATS, SHAPES, with_subschemas
+from runtime.constraints.schemas.keywords import ASSERTIONS, COUNTS, FORMATS, MOST_COUNT, SHAPES, with_subschemas
 from tapeout.errors import RequestError
 
 _IN_PLACE = {"$ref", "allOf", "anyOf", "contains", "dependentSchemas", "if", "not", "oneOf"}
@@ -29,7 +29,7 @@ def normal(schema: Any) -> Any:
     kept = {keyword: value for keyword, value in schema.items() if keyword in ASSERTIONS}
     _check_shapes(kept)
     found = with_subschemas(kept, normal)
-    found |= {keyword: int(found[keyword]) for keyword in COUNTS & found.keys()}
+    found |= {keyword: int(min(found[keyword], MOST_COUNT)) for keyword in COUNTS & found.keys()}
     name = found.get("format")
     if isinstance(name, str) and name not in FORMATS:
         del found["format"]

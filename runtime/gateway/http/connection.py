@@ -23,8 +23,8 @@ async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
 
     :class:`ApiError` 413 for a larger one, 408 for one that does not come, 415 for one that is compressed.
     """
-    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
-    if encoding != "identity":
+    encoding = ", ".join(request.headers.getlist("content-encoding"))  # a list may come in several headers
+    if {coding.strip().lower() for coding in encoding.split(",")} - {"", "identity"}:
         raise ApiError(
             415,
             f"the body has Content-Encoding: {shortened(encoding)}; expected: JSON that is not compressed",
