@@ -81,9 +81,14 @@ _traces: dict[str, ir.Model] = {}
 
 
 def build_float(
-    graph: Artifact[PortableGraph], folder: Path, slots: int, checkpoint: Path | None = None
+    graph: Artifact[PortableGraph],
+    folder: Path,
+    slots: int,
+    checkpoint: Path | None = None,
+    *,
+    recurrent_state: str = "float32",
 ) -> Artifact[EngineBundle]:
-    """``checkpoint``: other weights than the graph's own."""
+    """``checkpoint``: other weights than the graph's own. ``recurrent_state``: how recurrences keep theirs."""
     return build(
         graph,
         open_checkpoint(checkpoint or graph.folder),
@@ -92,6 +97,7 @@ def build_float(
         precision="float32",
         slots=slots,
         kv_scales={},
+        recurrent_dtype=recurrent_state,
         parents={"graph": graph},
     )
 

@@ -32,11 +32,13 @@ FAMILIES = {
     "bamba": ["conv", "scan"],
     "mamba2": ["conv", "scan"],  # without attention
 }  # with the recurrent state of layer 0
+KEPT = [*((family, "float32") for family in FAMILIES), ("qwen3_5", "bfloat16"), ("bamba", "bfloat16")]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=KEPT, ids="-".join)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make(request.param, tmp_path_factory.mktemp(request.param))
+    family, kept = request.param
+    return make(family, tmp_path_factory.mktemp(family), recurrent_state=kept)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,8 @@ def test_both_kinds_of_state_are_in_the_record(made: Made) -> None:
     state = made.bundle.record.io.state
     recurrent = [one for one in state if isinstance(one, Recurrent) and one.layer == 0]
     assert [tensor.name for one in recurrent for tensor in one.tensors] == FAMILIES[made.name]
+    kept = {tensor.name: tensor.dtype for one in recurrent for tensor in one.tensors}
+    assert kept.pop("conv") == "float32" and set(kept.values()) <= {made.quantized.record.recurrent_state}
     paged = {one.layer: [tensor.name for tensor in one.tensors] for one in state if isinstance(one, Paged)}
     assert paged == ({} if made.name == "mamba2" else {1: ["key", "value"]})
     assert made.graph.record.cached_layers == tuple(paged)
@@ -92,10 +96,11 @@ def test_a_step_may_have_more_tokens_than_a_sequence(made: Made, opened: Callabl
     assert all((rows == engine.prefill(0, text)).all() for rows, text in zip(together, texts, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_requests_that_share_prompts_and_are_preempted_answer_as_alone(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "kept"), KEPT)
+def test_requests_that_share_prompts_and_are_preempted_answer_as_alone(family: str, kept: str, tmp_path: Path) -> None:
     """Prompts begin alike, end inside a block, and come twice; the core has blocks for few of them."""
-    bundle = build_float(family_graph(family, max_position_embeddings=384), tmp_path / "bundle", 6)
+    graph = family_graph(family, max_position_embeddings=384)
+    bundle = build_float(graph, tmp_path / "bundle", 6, recurrent_state=kept)
     shared = words(family, 1, 150, 0)[0]
     prompts = [
         shared[:cut] + words(family, 1, 5 + 9 * n, n + 1)[0] for n, cut in enumerate((150, 128, 64, 150, 149, 90))

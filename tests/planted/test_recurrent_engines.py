@@ -259,18 +259,21 @@ def test_states_of_fewer_bits_than_promised(family: str, tmp_path: Path) -> None
     assert parity_failed(made, tmp_path) == set()
 
 
-def test_an_engine_with_states_in_bfloat16_where_float32_is_asked_for_is_not_built(
-    family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("asked", "made", "found"), [("float32", "bfloat16", "BFLOAT16"), ("bfloat16", "float32", "FLOAT")]
+)
+def test_an_engine_with_states_of_another_type_than_asked_for_is_not_built(
+    family: str, asked: str, made: str, found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sound = recurrences.run
 
     def planted(lowering: Lowering) -> PassResult:
-        lowering.recurrent_dtype = "bfloat16"
+        lowering.recurrent_dtype = made
         return sound(lowering)
 
     monkeypatch.setattr(recurrences, "run", planted)
-    with pytest.raises(BuildError, match=r"is BFLOAT16 after the passes[\s\S]*for state in float32"):
-        build_float(family_graph(family), tmp_path / "bundle", SEQUENCES)
+    with pytest.raises(BuildError, match=rf"is {found} after the passes[\s\S]*for state in {asked}"):
+        build_float(family_graph(family), tmp_path / "bundle", SEQUENCES, recurrent_state=asked)
 
 
 class OtherColumns(OrtProbe):
@@ -323,3 +326,13 @@ def test_evidence_of_states_in_float32_says_nothing_of_an_engine_with_bfloat16(h
     items = compare(OrtProbe(half.bundle, tmp_path, threads=1), reference, words(half.name, 4, 60, 2), head=head)
     report = report_of(half, items, 60)
     assert "does not measure on every document what states in bfloat16 cost" in " ".join(KIND.problems(report, None))  # type: ignore[arg-type]
+
+
+def test_evidence_of_states_in_bfloat16_says_nothing_of_an_engine_with_float32(family: str, tmp_path: Path) -> None:
+    """Planted: the quantized model says bfloat16, and the engine that was built of it keeps twice as much."""
+    made = make(family, tmp_path)
+    head = next(group.members[0] for group in made.graph.record.groups if group.name == "lm_head")
+    reference = QuantizedReference(made.quantized.folder, int8_activations=True, recurrent_state="bfloat16")
+    items = compare(OrtProbe(made.bundle, tmp_path, threads=1), reference, words(made.name, 4, 60, 2), head=head)
+    problems = KIND.problems(report_of(made, items, 60), None)  # type: ignore[arg-type]
+    assert "ParityReport measures what states in bfloat16 cost, of an engine that has none" in problems

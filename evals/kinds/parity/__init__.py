@@ -270,8 +270,10 @@ def _incomplete(report: Report[ParityReport, ParityItem]) -> list[str]:
         problems.append("ParityReport does not compare every recurrent state on every document")
     if not set(record.half_states) <= set(record.states):
         problems.append("ParityReport names states in bfloat16 that are none of its states")
-    if any((item.state_kl_sum is None) == bool(record.half_states) for item in items):
+    if record.half_states and any(item.state_kl_sum is None for item in items):
         problems.append("ParityReport does not measure on every document what states in bfloat16 cost")
+    if not record.half_states and any(item.state_kl_sum is not None for item in items):
+        problems.append("ParityReport measures what states in bfloat16 cost, of an engine that has none")
     if any({n: len(found) for n, found in item.visits.items()} != record.experts for item in items):
         problems.append("ParityReport does not count the visits of every expert on every document")
     if not record.experts.keys() <= {name for item in items for name in item.errors}:
