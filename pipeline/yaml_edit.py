@@ -6,6 +6,7 @@ parser only says here where a value stands, and its text alone is replaced.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,12 @@ import yaml
 from tapeout.errors import RecipeError
 
 INDENT = 2
+_COLON = re.compile(r"\s*:|")
 
 
 def edited(text: str, changes: Mapping[str, Any]) -> str:
-    """``text`` with ``changes`` laid over it: mappings are merged, other values take the place of what is there.
+    """``text`` with ``changes`` laid over it: mappings are merged, other values take the place of what is there. Its
+    line breaks stay: read it without translating them.
 
     :class:`RecipeError` where the text cannot be edited so, such as below an alias.
     """
@@ -67,8 +70,8 @@ def _set(text: str, path: tuple[str, ...], value: Any) -> str:
         rest: Any = value
         for missing in reversed(path[depth + 1 :]):
             rest = {missing: rest}
-        if pair is None and depth == 0 and isinstance(node, yaml.MappingNode) and node.flow_style:
-            return text[: node.start_mark.index] + _flow(_merged(loaded, {name: rest})) + text[node.end_mark.index :]
+        if pair is None and _in_flow(node):
+            return _inserted_in_flow(text, node, name, rest)
         if pair is None:
             return _inserted(text, node, name, rest, indent)
         key, child = pair
@@ -77,12 +80,13 @@ def _set(text: str, path: tuple[str, ...], value: Any) -> str:
         if last and below == value and type(below) is type(value):
             return text
         if last or not isinstance(below, Mapping):
-            return _replaced(text, key, child, rest)
-        if isinstance(child, yaml.MappingNode) and child.flow_style:
-            whole = _merged(below, rest)
-            return text if whole == below else _replaced(text, key, child, whole)
+            return (_replaced_in_flow if _in_flow(node) else _replaced)(text, key, child, rest)
         node, loaded, indent = child, below, key.start_mark.column + INDENT
     raise AssertionError(path)
+
+
+def _in_flow(node: yaml.Node | None) -> bool:
+    return isinstance(node, yaml.MappingNode) and bool(node.flow_style)
 
 
 def _pair(node: yaml.Node | None, name: str) -> tuple[yaml.Node, yaml.Node] | None:
@@ -101,7 +105,28 @@ def _replaced(text: str, key: yaml.Node, child: yaml.Node, value: Any) -> str:
         comment = text[_end(child) : end]
     else:
         comment, end = text[colon:line_end], _line_end(text, _end(child))
-    return text[:colon] + _written(value, comment, key.start_mark.column) + text[end:]
+    return text[:colon] + _written(text, value, comment, key.start_mark.column) + text[end:]
+
+
+def _replaced_in_flow(text: str, key: yaml.Node, child: yaml.Node, value: Any) -> str:
+    colon = _behind_colon(text, key)
+    if _end(child) <= colon:  # nothing is written there
+        return f"{text[: key.end_mark.index]}: {_flow(value)}{text[colon:]}"
+    return text[: child.start_mark.index] + _flow(value) + text[_end(child) :]
+
+
+def _inserted_in_flow(text: str, node: yaml.Node | None, name: str, value: Any) -> str:
+    assert isinstance(node, yaml.MappingNode)
+    key, child = node.value[-1] if node.value else (None, None)
+    at = max(_end(child), _behind_colon(text, key)) if key else text.index("{", node.start_mark.index) + 1
+    return f"{text[:at]}{', ' if key else ''}{_flow({name: value})[1:-1]}{text[at:]}"
+
+
+def _behind_colon(text: str, key: yaml.Node) -> int:
+    """Of a key in a flow mapping, where it may have no colon."""
+    found = _COLON.match(text, key.end_mark.index)
+    assert found is not None
+    return found.end()
 
 
 def _inserted(text: str, node: yaml.Node | None, name: str, value: Any, indent: int) -> str:
@@ -109,9 +134,9 @@ def _inserted(text: str, node: yaml.Node | None, name: str, value: Any, indent: 
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     indent = pairs[0][0].start_mark.column if pairs else indent
     at = _line_end(text, max(_end(pairs[-1][1]), pairs[-1][0].end_mark.index)) if pairs else len(text)
-    line = f"{' ' * indent}{name}:{_written(value, '', indent)}"
-    before = text[:at] if not text[:at] or text[:at].endswith("\n") else text[:at] + "\n"
-    return before + line + (text[at:] or "\n")
+    line, ends = f"{' ' * indent}{_flow(name)}:{_written(text, value, '', indent)}", _line_break(text)
+    before = text[:at] if not text[:at] or text[:at].endswith("\n") else text[:at] + ends
+    return before + line + (text[at:] or ends)
 
 
 def _end(node: yaml.Node) -> int:
@@ -124,13 +149,20 @@ def _end(node: yaml.Node) -> int:
 
 def _line_end(text: str, index: int) -> int:
     found = text.find("\n", index)
-    return len(text) if found < 0 else found
+    if found < 0:
+        return len(text)
+    return found - (found > index and text[found - 1] == "\r")
 
 
-def _written(value: Any, comment: str, indent: int) -> str:
+def _line_break(text: str) -> str:
+    """As the first line has it."""
+    return "\r\n" if text[_line_end(text, 0) :].startswith("\r") else "\n"
+
+
+def _written(text: str, value: Any, comment: str, indent: int) -> str:
     """What follows the colon: in one line, but rules of a list have a line each."""
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-        return comment + "".join(f"\n{' ' * (indent + INDENT)}- {_flow(item)}" for item in value)
+        return comment + "".join(f"{_line_break(text)}{' ' * (indent + INDENT)}- {_flow(item)}" for item in value)
     return f" {_flow(value)}{comment}"
 
 

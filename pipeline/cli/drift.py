@@ -73,14 +73,14 @@ def recalibrated(params: Path, traffic: Path) -> str:
         "data": {"traffic": f"file:{traffic.resolve()}", "traffic_sha256": None},
         "calibrate": {"dataset": NAME, "column": COLUMN},
     }
-    return edited(params.read_text(), changes)
+    return edited(params.read_bytes().decode(), changes)
 
 
 def write_recipe(params: Path, traffic: Path) -> None:
     """:class:`RecipeError` if the result were no recipe; then the file stays."""
     unfinished = params.with_name(f".{params.name}.partial")
     try:
-        unfinished.write_text(recalibrated(params, traffic))
+        unfinished.write_bytes(recalibrated(params, traffic).encode())
         load_recipe(unfinished)
         unfinished.replace(params)
     except OSError as error:

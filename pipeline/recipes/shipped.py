@@ -26,4 +26,4 @@ def overlay(name: str, params: Path) -> str:
     if name not in names():
         raise RecipeError(f"no recipe {name!r}", expected=f"one of {', '.join(names())}")
     load_recipe(params)
-    return edited(params.read_text(encoding="utf-8"), yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
+    return edited(params.read_bytes().decode(), yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))

@@ -30,7 +30,7 @@ from pipeline.cli.doctor import TENSORRT_PACKAGES, Finding, Status, diagnose, pr
 from pipeline.cli.main import app, main, message
 from pipeline.cli.shared import with_options
 from tapeout.artifact import ArtifactRef, Parents, ParentTypes, Record, create, load, load_header
-from tapeout.errors import ExitCode
+from tapeout.errors import BuildError, ExitCode
 from tapeout.fingerprint import Fingerprint
 from tapeout.lineage import explain, fields
 from tests import judged
@@ -480,6 +480,24 @@ def test_what_doctor_says_to_install_changes_its_own_row(name: str) -> None:
         assert any(line.startswith(f"{name}==") for line in needed)
     else:
         assert f"`pip install {name}`" in remedy
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "command"),
+    [
+        ("tensorrt", "tensorrt", "pip install tensorrt"),
+        ("tensorrt_rtx_bindings", "tensorrt-rtx-cu13-bindings", '[tensorrt-rtx]"'),
+    ],
+)
+def test_a_build_without_tensorrt_says_what_doctor_says(
+    module: str, package: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engines.targets.tensorrt.compiler import load_module
+
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(BuildError) as caught:
+        load_module(module)
+    assert command in caught.value.remedy and command in TENSORRT_PACKAGES[package]
 
 
 def test_doctor_names_instruction_sets_and_their_absence() -> None:

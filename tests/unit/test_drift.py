@@ -200,7 +200,11 @@ def test_the_command_says_whether_to_recalibrate(calibrated: Path, capsys: pytes
     shown = json.loads(capsys.readouterr().out)
     assert shown["recalibrate"] and shown["advice"] == "recalibrate: tokens drifted"
     assert (calibrated / "params.yaml").read_text() == before
+    (calibrated / "params.yaml").write_bytes(before.replace("\n", "\r\n").encode())
     assert main(["drift", "other", "--write"]) == 0
+    assert (calibrated / "params.yaml").read_bytes().count(b"\n") == (calibrated / "params.yaml").read_bytes().count(
+        b"\r\n"
+    )
     recipe = load_recipe(calibrated / "params.yaml")
     assert (recipe.calibrate.dataset, recipe.calibrate.column) == ("traffic", "text")
     assert (

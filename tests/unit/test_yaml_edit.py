@@ -53,13 +53,52 @@ flow: {a: 1, "b": {c: 2}}
             TEXT[TEXT.index("  # a comment of") : TEXT.index("\n\n  goal")],
             "    - {match: '*', bits: 4}",
         ),
-        ({"flow": {"b": {"c": 3}}}, '{a: 1, "b": {c: 2}}', "{a: 1, b: {c: 3}}"),
+        ({"flow": {"b": {"c": 3}}}, '{a: 1, "b": {c: 2}}', '{a: 1, "b": {c: 3}}'),
+        ({"flow": {"b": {"d": "x"}}}, '"b": {c: 2}}', '"b": {c: 2, d: x}}'),
+        ({"flow": {"a": None, "e": [1]}}, '{a: 1, "b": {c: 2}}', '{a: null, "b": {c: 2}, e: [1]}'),
         ({"new": {"section": 1}}, "{c: 2}}\n", "{c: 2}}\nnew: {section: 1}\n"),
     ],
 )
 def test_one_value_is_replaced(changes: dict[str, Any], before: str, after: str) -> None:
     assert TEXT.count(before) == 1
     assert edited(TEXT, changes) == TEXT.replace(before, after)
+
+
+FLOW = """\
+plan: { # all of it
+  "max_kl":   0.02,   # half of the gate's
+  goal: 'latency', kv_cache: {dtype: int8},
+  empty: , bare,
+  schemes: {}, # none
+}   # end
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "before", "after"),
+    [
+        ({"max_kl": 0.1}, "0.02", "0.1"),
+        ({"goal": "throughput"}, "'latency'", "throughput"),
+        ({"kv_cache": {"dtype": "int4"}}, "int8", "int4"),
+        ({"kv_cache": {"group": 8}}, "dtype: int8", "dtype: int8, group: 8"),
+        ({"empty": 1}, "empty: ,", "empty: 1 ,"),
+        ({"bare": "x"}, "bare,", "bare: x,"),
+        ({"schemes": {"a": 1}}, "schemes: {}", "schemes: {a: 1}"),
+        ({"new": True}, "schemes: {}", "schemes: {}, new: true"),
+    ],
+)
+@pytest.mark.parametrize("ends", ["\n", "\r\n"], ids=["unix", "windows"])
+def test_a_flow_mapping_in_several_lines_keeps_its_comments(
+    changes: dict[str, Any], before: str, after: str, ends: str
+) -> None:
+    assert FLOW.count(before) == 1
+    text = FLOW.replace("\n", ends)
+    assert edited(text, {"plan": changes}) == text.replace(before, after)
+
+
+def test_line_breaks_of_both_kinds_stay() -> None:
+    text = "a: 1\r\nb: 2 # two\nc:\r\n  d: 3\r\n"
+    assert edited(text, {"b": 5, "c": {"e": 4}}) == "a: 1\r\nb: 5 # two\nc:\r\n  d: 3\r\n  e: 4\r\n"
 
 
 def test_equal_values_are_not_written_again() -> None:
@@ -93,6 +132,7 @@ def test_the_result_is_what_was_asked_for(base: dict[str, Any], changes: dict[st
     text = yaml.safe_dump(base, default_flow_style=flow, allow_unicode=True, sort_keys=False) if base else ""
     lines = text.splitlines()
     result = edited(text, changes)
+    assert edited(text.replace("\n", "\r\n"), changes) == result.replace("\n", "\r\n") or not text
     expected = {**base}
     for key, value in changes.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)

@@ -52,7 +52,7 @@ def load_module(name: str) -> Any:
         remedy = (
             'pip install "tapeout[tensorrt-rtx]"'
             if name == "tensorrt_rtx_bindings"
-            else "install TensorRT 11 from NVIDIA; it is not on the package index"
+            else "install TensorRT 11 from NVIDIA: pip install tensorrt"
         )
         raise BuildError(f"cannot import {name}: {error}", expected="TensorRT's libraries", remedy=remedy) from error
 

@@ -134,8 +134,7 @@ def recipe(
         return
     text = shipped.overlay(name, params)
     if write:
-        ends = "\r\n" if b"\r\n" in params.read_bytes() else "\n"  # as the file has them
-        params.write_text(text, encoding="utf-8", newline=ends)
+        params.write_bytes(text.encode())
         typer.echo(f"{params} now holds {name}; run `make repro`")
     else:
         typer.echo(text, nl=False)
