@@ -117,9 +117,11 @@ def _replaced_in_flow(text: str, key: yaml.Node, child: yaml.Node, value: Any) -
 
 def _inserted_in_flow(text: str, node: yaml.Node | None, name: str, value: Any) -> str:
     assert isinstance(node, yaml.MappingNode)
-    key, child = node.value[-1] if node.value else (None, None)
-    at = max(_end(child), _behind_colon(text, key)) if key else text.index("{", node.start_mark.index) + 1
-    return f"{text[:at]}{', ' if key else ''}{_flow({name: value})[1:-1]}{text[at:]}"
+    at, comma = text.index("{", node.start_mark.index) + 1, ""
+    if node.value:
+        key, child = node.value[-1]
+        at, comma = max(_end(child), _behind_colon(text, key)), ", "
+    return f"{text[:at]}{comma}{_flow({name: value})[1:-1]}{text[at:]}"
 
 
 def _behind_colon(text: str, key: yaml.Node) -> int:
