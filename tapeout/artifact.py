@@ -32,9 +32,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tapeout.durable import recover, replace_folder
 from tapeout.errors import ArtifactError
-from tapeout.file_hashes import remembered_sha256, sha256_file
+from tapeout.file_hashes import Read, remembered_sha256, sha256_file
 
 RECORD = "record.json"
+SHOWN_BYTES = 1 << 30  # from here on, hashing shows its progress
 KEYS = frozenset({"artifact_type", "schema_version", "record", "files", "parents", "digest"})
 
 
@@ -122,13 +123,12 @@ class Draft(Generic[R]):
         refs = {name: parent.ref if isinstance(parent, Artifact) else parent for name, parent in parents.items()}
         _check_parents(self.record_type, refs, str(self.folder))
         names = sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
-        files = {
-            name: {
-                "sha256": sha256_file(self.folder / name),
-                "size_bytes": (self.folder / name).stat().st_size,
+        sizes = {name: (self.folder / name).stat().st_size for name in names}
+        with _hashing(self.record_type.artifact_type, sum(sizes.values())) as read:
+            files = {
+                name: {"sha256": sha256_file(self.folder / name, read), "size_bytes": size}
+                for name, size in sizes.items()
             }
-            for name in names
-        }
         body = {
             "artifact_type": self.record_type.artifact_type,
             "schema_version": self.record_type.schema_version,
@@ -295,20 +295,33 @@ def verify_files(
     files: Mapping[str, FileEntry],
     *,
     remedy: str = "run `dvc repro`",
-    hashed: Callable[[Path], str] = sha256_file,
+    hashed: Callable[[Path, Read], str] = sha256_file,
 ) -> None:
     """Hash every file; :class:`ArtifactError` names the first that changed since it was written."""
-    for name, entry in files.items():
-        try:
-            actual = hashed(folder / name)
-        except OSError as error:
-            raise ArtifactError(f"{folder / name} cannot be read: {error.strerror}", remedy=remedy) from error
-        if actual != entry.sha256:
-            raise ArtifactError(
-                f"{folder / name} has sha256 {actual[:12]}…",
-                expected=f"{entry.sha256[:12]}… as recorded when it was written",
-                remedy=remedy,
-            )
+    with _hashing(folder.name, sum(entry.size_bytes for entry in files.values())) as read:
+        for name, entry in files.items():
+            try:
+                actual = hashed(folder / name, read)
+            except OSError as error:
+                raise ArtifactError(f"{folder / name} cannot be read: {error.strerror}", remedy=remedy) from error
+            if actual != entry.sha256:
+                raise ArtifactError(
+                    f"{folder / name} has sha256 {actual[:12]}…",
+                    expected=f"{entry.sha256[:12]}… as recorded when it was written",
+                    remedy=remedy,
+                )
+
+
+@contextmanager
+def _hashing(what: str, size: int) -> Generator[Read]:
+    """Progress through so many bytes, where they take longer than a moment."""
+    if size < SHOWN_BYTES:
+        yield lambda _: None
+        return
+    from tapeout.progress import ProgressBar
+
+    with ProgressBar(title=f"hashing {what}", unit="B", total=size) as bar:
+        yield bar.update
 
 
 def read_payload(folder: Path) -> dict[str, Any]:

@@ -12,37 +12,45 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tapeout.cache import cache_folder
 
 Identity = tuple[int, int, int, int, int]
+Read = Callable[[int], object]
 _SETTLED_NS = 100_000_000  # longer than a tick of any kernel
+_PART_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 20  # up to here, a file is hashed faster than it is remembered
 
 
-def sha256_file(path: Path) -> str:
-    """Read and hash the file, and remember the result."""
-    with path.open("rb") as stream:
+def sha256_file(path: Path, read: Read = lambda _: None) -> str:
+    """Read and hash the file, and remember the result. ``read`` hears how many more bytes that were."""
+    digest, part = hashlib.sha256(), memoryview(bytearray(_PART_BYTES))
+    with path.open("rb", buffering=0) as stream:
         before = _identity(os.fstat(stream.fileno()))
         settled = time.time_ns() - max(before[3:]) > _SETTLED_NS
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+        while count := stream.readinto(part):
+            digest.update(part[:count])
+            read(count)
         unchanged = before == _identity(os.fstat(stream.fileno()))
+    found = digest.hexdigest()
     if settled and unchanged and before[2] > _SMALL_BYTES:
         _remember(path, before, found)
     return found
 
 
-def remembered_sha256(path: Path) -> str:
+def remembered_sha256(path: Path, read: Read = lambda _: None) -> str:
     """The same, read from the cache folder if this very file was hashed before and has not changed since."""
     try:
         entry: Any = json.loads(_entry(path).read_bytes())
         if tuple(entry["identity"]) == identity(path) and len(entry["sha256"]) == 64:
+            read(entry["identity"][2])
             return entry["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not remembered, or not readable: hash it
-    return sha256_file(path)
+    return sha256_file(path, read)
 
 
 def identity(path: Path) -> Identity:

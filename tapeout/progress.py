@@ -1,12 +1,14 @@
 """Progress of long work: a bar on a terminal, and a line every ten seconds in a log.
 
-Both say what is done, at what rate, and what is left. Work that ends sooner writes nothing to a log.
+Both say what is done, at what rate, and what is left. Work that ends sooner writes nothing to a log. Of what cannot be
+counted, such as a library's own work, :class:`Steps` says what it is and how long it has taken.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,9 @@ from tqdm import tqdm
 LOG_SECONDS = 10.0  # between two lines of a log, and before the first
 _LOG_LINE = "{desc}: {percentage:.0f}% ({n_fmt} of {total_fmt}), {rate_fmt}, {elapsed} gone, {remaining} left"
 _LOG_LINE_OF_UNKNOWN = "{desc}: {n_fmt}, {rate_fmt}, {elapsed} gone"
+
+_open: set[int] = set()  # bars that are shown
+_closed_at = [0.0]  # when the last of them ended
 
 if TYPE_CHECKING:
     Base = tqdm[Any]
@@ -40,6 +45,8 @@ class ProgressBar(Base):
         hidden: bool = False,
     ) -> None:
         self._closed = threading.Event()
+        if not hidden:
+            _open.add(id(self))
         self._in_log = not hidden and not sys.stderr.isatty()
         super().__init__(
             items,
@@ -71,6 +78,9 @@ class ProgressBar(Base):
 
     def close(self) -> None:
         self._closed.set()
+        if id(self) in _open:
+            _open.discard(id(self))
+            _closed_at[0] = time.monotonic()
         if self._writer is not None:
             self._writer.join()  # no line after what is printed next
             self._writer = None
@@ -85,3 +95,39 @@ class ProgressBar(Base):
             # tqdm pads its numbers, and writes slow rates as "9.60s/ layer"
             log.write(f"  {' '.join(line.split()).replace('s/ ', ' s/')}\n")
             log.flush()
+
+
+class Steps:
+    """Whatever takes long within, by the name of its step: a line each ten seconds in which no bar is shown.
+
+    ``title``: of all of it, said while no step has been named.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title, self._step = title, ""
+        self._ended = threading.Event()
+        self._began = self._wrote_at = time.monotonic()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+
+    def __enter__(self) -> Steps:
+        self._writer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._writer.join()  # no line after what is printed next
+
+    def begin(self, step: str) -> None:
+        if step != self._step:
+            self._step = step
+            self._began = self._wrote_at = time.monotonic()
+
+    def _write(self) -> None:
+        while not self._ended.wait(LOG_SECONDS / 10):
+            now = time.monotonic()
+            if _open or now - max(self._wrote_at, _closed_at[0]) < LOG_SECONDS:
+                continue
+            self._wrote_at = now
+            named = f"{self._title}: {self._step}" if self._step else self._title
+            sys.stderr.write(f"  {named}, {tqdm.format_interval(now - self._began)} gone\n")
+            sys.stderr.flush()

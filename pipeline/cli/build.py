@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +17,7 @@ from pipeline.stages import hardware
 from pipeline.stages.hardware import BuildRequest, Built
 from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError
-from tapeout.progress import ProgressBar
+from tapeout.progress import ProgressBar, Steps
 
 if TYPE_CHECKING:
     from engines.bundle import LoweredGraph
@@ -76,8 +77,8 @@ def build(request: BuildRequest, name: str, capabilities: Sequence[str], console
         )
     for capability in capabilities:
         target.require(capability)
-    with console.status("lowering") as status:
-        lowered = hardware.lower(request, target, lambda step: status.update(f"lowering: {step}"))
+    with _steps(console, "lowering") as begin:
+        lowered = hardware.lower(request, target, begin)
     report = _evidence(request, lowered, console)
     built: list[Built] = []
     refused: list[BuildError] = []
@@ -102,12 +103,23 @@ def build(request: BuildRequest, name: str, capabilities: Sequence[str], console
 
 def _build_levels(request: BuildRequest, targets: Mapping[str, GraphTarget], console: Any) -> None:
     for level, target in targets.items():
-        with console.status(level) as status:
-            built = hardware.build_at(request, target, level, lambda step: status.update(f"{level}: {step}"))  # noqa: B023
+        with _steps(console, level or target.name) as begin:
+            built = hardware.build_at(request, target, level, begin)
         levels = ", ".join(one.level for one in built.record.hardware if one.level)
         console.print(f"{built.folder}: {f'kernels for {levels}' if levels else 'no kernels of ours'}", markup=False)
         named = f"{target.name}:{level}".removesuffix(":")
         console.print(f"judge it: set build.target to {named}, then `dvc repro`", markup=False)
+
+
+@contextmanager
+def _steps(console: Any, title: str) -> Generator[Callable[[str], None]]:
+    """Takes the name of each step as it begins; a terminal shows it at once, a log once it takes long."""
+    if console.is_terminal:
+        with console.status(title) as status:
+            yield lambda step: status.update(f"{title}: {step}")
+    else:
+        with Steps(title) as steps:
+            yield steps.begin
 
 
 def _evidence(request: BuildRequest, lowered: Artifact[LoweredGraph], console: Any) -> Artifact[PortableReport] | None:

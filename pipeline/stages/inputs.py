@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from pipeline.recipe import Recipe
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
+from tapeout.progress import Steps
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
@@ -22,6 +24,20 @@ INCUMBENT = ARTIFACTS / "incumbent.json"
 TOKENIZER = "tokenizer.json"
 
 
+_running = list[Steps]()  # of the stage that runs
+
+
+@contextmanager
+def steps_shown(stage: str) -> Generator[None]:
+    """What takes long in a stage and shows nothing of its own is named every ten seconds."""
+    with Steps(stage) as steps:
+        _running.append(steps)
+        try:
+            yield
+        finally:
+            _running.remove(steps)
+
+
 def stage_progress(stage: str) -> Callable[[str], None]:
     """Progress of a stage as a line on the terminal; the same step is said once."""
     from rich.console import Console
@@ -32,6 +48,8 @@ def stage_progress(stage: str) -> Callable[[str], None]:
         if step != last[0]:
             console.print(f"  [dim]{stage}:[/] {step}")
             last[0] = step
+        for steps in _running:
+            steps.begin(step)
 
     return progress
 

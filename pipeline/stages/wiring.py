@@ -28,6 +28,7 @@ from pipeline.stages.inputs import (
     load_quantized,
     load_source,
     stage_progress,
+    steps_shown,
 )
 from pipeline.stages.measurement import Measurement
 from tapeout import artifact
@@ -50,7 +51,8 @@ def run(name: str, recipe_path: Path) -> None:
         raise RecipeError(f"no stage {name!r}", expected=f"one of {', '.join(STAGES)}")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     _quiet_libraries()
-    STAGES[name](load_recipe(recipe_path))
+    with steps_shown(name):
+        STAGES[name](load_recipe(recipe_path))
 
 
 def _quiet_libraries() -> None:

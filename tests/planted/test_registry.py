@@ -549,7 +549,7 @@ def test_a_flipped_byte_in_a_bundle_that_was_opened_before(
     with monkeypatch.context() as patch:
         hashed: list[Path] = []
         original = file_hashes.sha256_file
-        patch.setattr(file_hashes, "sha256_file", lambda path: hashed.append(path) or original(path))
+        patch.setattr(file_hashes, "sha256_file", lambda path, read: hashed.append(path) or original(path, read))
         load(bundle.folder, EngineBundle)
         assert not hashed  # opened without being read
     flip(path)

@@ -48,6 +48,38 @@ def write(folder: Path, text: str = "content", record: Thing | None = None, pare
     return load(folder, Thing).digest
 
 
+def test_hashing_of_much_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is written, opened again, also where hashes are remembered, and verified."""
+    shown: list[tuple[str, int, int]] = []
+
+    class Bar:
+        def __init__(self, *, title: str, unit: str, total: int) -> None:
+            self.title, self.total, self.done = title, total, 0
+            assert unit == "B"
+
+        def update(self, count: int) -> None:
+            self.done += count
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            shown.append((self.title, self.done, self.total))
+
+    size = 3 << 20
+    monkeypatch.setattr("tapeout.progress.ProgressBar", Bar)
+    monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path / "cache"))
+    write(tmp_path / "small")
+    assert not shown
+    monkeypatch.setattr("tapeout.artifact.SHOWN_BYTES", size)
+    write(tmp_path / "large", "x" * size)
+    time.sleep(0.15)  # by then the file is settled
+    load(tmp_path / "large", Thing).verify()
+    load(tmp_path / "large", Thing)
+    assert shown[0] == ("hashing Thing", size, size)
+    assert shown[1:] == [("hashing large", size, size)] * 4
+
+
 def test_what_was_written_is_what_loads(tmp_path: Path) -> None:
     digest = write(tmp_path / "a", record=Thing(size=7, note="x"), parents={"source": other("s" * 64)})
     found = load(tmp_path / "a", Thing)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tapeout import progress
-from tapeout.progress import ProgressBar
+from tapeout.progress import ProgressBar, Steps
 
 
 class Terminal(StringIO):
@@ -107,3 +107,32 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(ProgressBar(range(3), title="quantizing", unit="layer")) == [0, 1, 2]
     assert "\rquantizing: 100%|" in terminal.getvalue()
     assert "3/3" in terminal.getvalue()
+
+
+def test_a_step_that_shows_nothing_of_its_own_is_named_again(log: StringIO) -> None:
+    with Steps("export") as steps:
+        wait_for(log, "  export, 00:00 gone\n")
+        steps.begin("tracing")
+        wait_for(log, "  export: tracing, 00:00 gone\n")
+        with ProgressBar(title="weights", unit="tensor", total=2):
+            wait_for(log, "weights: 0%")
+            time.sleep(0.05)
+            written = log.getvalue().count("tracing")
+            time.sleep(0.1)
+            assert log.getvalue().count("tracing") == written  # the bar says more
+        while log.getvalue().count("tracing") == written:
+            time.sleep(0.005)
+    written = log.getvalue()
+    time.sleep(0.05)
+    assert log.getvalue() == written
+
+
+def test_short_steps_and_hidden_bars_say_nothing(log: StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LOG_SECONDS", 30.0)
+    with Steps("export") as steps:
+        steps.begin("tracing")
+        time.sleep(0.05)
+    assert log.getvalue() == ""
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.02)
+    with Steps("serving"), ProgressBar(title="answers", unit="answer", hidden=True):
+        wait_for(log, "serving, ")

@@ -12,8 +12,11 @@ from pydantic import BaseModel
 from engines.load import find_target
 from pipeline.recipe import Recipe
 from pipeline.stages.candidate import require_kept, require_recurrent
+from pipeline.stages.inputs import stage_progress
 from pipeline.stages.wiring import STAGES, run
+from tapeout import progress
 from tapeout.errors import BuildError, RecipeError
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 CODE = "artifacts/environment/code"
@@ -71,6 +74,26 @@ def test_no_two_stages_make_the_same_file() -> None:
 def test_metrics_lie_in_what_stages_make() -> None:
     for path in DVC["metrics"]:
         assert str(Path(path).parent) in MADE
+
+
+def test_what_takes_long_in_a_stage_is_named_by_stage_and_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "params.yaml").write_text("model: {source: 'file:x'}\ndata: {source: 'file:x'}\n")
+    shown = [""]
+
+    def said(text: str) -> bool:
+        shown[0] += capsys.readouterr().err
+        return text in shown[0]
+
+    def slow(_: Recipe) -> None:
+        wait_for(lambda: said("  gate, 00:00 gone\n"), seconds=60)
+        stage_progress("gate")("judging")
+        wait_for(lambda: said("  gate: judging, 00:00 gone\n"), seconds=60)
+
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.02)
+    monkeypatch.setitem(STAGES, "gate", slow)
+    run("gate", tmp_path / "params.yaml")
 
 
 def test_a_stage_that_does_not_exist_names_those_that_do() -> None:

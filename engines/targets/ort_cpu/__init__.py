@@ -136,6 +136,7 @@ class OrtCpu(GraphTarget):
         """
         from engines.kernels import cpu as native
         from engines.kernels.cpu import compiler
+        from tapeout.progress import ProgressBar
 
         bundle = super().complete(lowered, model, folder)
         if native.all_native(lowered.operator_counts):
@@ -159,7 +160,8 @@ class OrtCpu(GraphTarget):
             hardware = (bundle.hardware[0].model_copy(update={"level": level.name}),)
         (folder / "kernels").mkdir()
         with ThreadPoolExecutor(physical_cores()) as pool:  # a compiler each, where they are not compiled yet
-            for level, compiled in zip(levels, pool.map(compiler.library, levels), strict=True):
+            made = zip(levels, pool.map(compiler.library, levels), strict=True)
+            for level, compiled in ProgressBar(made, title="kernels", unit="level", total=len(levels)):
                 shutil.copyfile(compiled, folder / level.file)
         return bundle.model_copy(update={"hardware": hardware})
 
