@@ -29,6 +29,7 @@ from tapeout.artifact import Artifact, create, load
 from tapeout.errors import QuantizationError
 from tapeout.number_format import FloatArray
 from tapeout.portable_graph import PortableGraph
+from tapeout.progress import ProgressBar
 from tapeout.recipe import KVCache, Quantize
 from tapeout.resources import require
 from tapeout.schemes import FLOAT
@@ -79,7 +80,7 @@ def quantize(
         result = open_checkpoint(draft.folder)
         inventory = [
             tensor
-            for name in result.names()
+            for name in ProgressBar(result.names(), title="proof of quantization", unit="tensor")
             for tensor in count_tensors(result, name, partial(_source_weight, graph.record, source, name))
         ]
         linears, embeddings = map(quantized_ones, stored_schemes(graph.record, stored))

@@ -40,6 +40,7 @@ from tapeout.number_format import Activations
 from tapeout.operators import computed_by_token, state_changed, state_left
 from tapeout.operators.experts import DOWN_INPUT, UP_INPUT
 from tapeout.operators.experts.in_torch import calls_interface, experts_changed
+from tapeout.progress import ProgressBar
 from tapeout.quantized import QuantizedWeight, is_e4m3
 from tapeout.resources import require
 
@@ -332,7 +333,7 @@ def _load(folder: Path) -> tuple[Any, list[tuple[torch.nn.Module, InputGrid]], E
     grids: dict[str, InputGrid] = {}
     late: dict[str, Callable[[], Tensor]] = {}
     free = decoded_bytes()
-    for name in checkpoint.names():
+    for name in ProgressBar(checkpoint.names(), title="reading the quantized model", unit="tensor"):
         stored = checkpoint.linear(name)
         shape = stored.codes.shape if isinstance(stored, QuantizedWeight) else stored.shape
         if isinstance(stored, QuantizedWeight):

@@ -15,6 +15,7 @@ from quantization.plan import EMBEDDINGS, KV_CACHE
 from quantization.units import UnitCandidates
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
+from tapeout.progress import ProgressBar
 from tapeout.quantized import QuantizedWeight
 from tapeout.recipe import Quantize
 from tapeout.resources import require
@@ -49,7 +50,7 @@ class WholePlan:
 
     def kl(self, chosen: Mapping[str, str]) -> float:
         """Of the name of what each unit gets; what was rounded last is kept for a plan that differs in some units."""
-        for name in self._candidates.schemes:
+        for name in ProgressBar(self._candidates.schemes, title="rounding the whole plan", unit="unit"):
             if self._rounded.get(name, ("",))[0] != chosen[name]:
                 self._rounded[name] = (chosen[name], self._groups(name, self._candidates.scheme(name, chosen[name])))
         changed = {name: group for _, groups in self._rounded.values() for name, group in groups.items()}

@@ -25,6 +25,7 @@ from quantization.statistics import Statistics
 from tapeout.artifact import Artifact, ArtifactRef, create, load
 from tapeout.errors import QuantizationError
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
+from tapeout.progress import ProgressBar
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tapeout.schemes import Scheme
 from tests.plans import written_plan
@@ -336,6 +337,27 @@ def test_every_linear_is_at_least_as_good_as_rounding_to_nearest_and_most_are_be
     assert divergence(reference, logits(decoded(graph, model))) < 0.8 * divergence(
         reference, logits(decoded(graph, plain))
     )
+
+
+def test_the_proof_and_the_reference_show_how_far_they_are(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads every weight again, which takes minutes of a large model."""
+    shown: list[tuple[str, int]] = []
+
+    class Bar(ProgressBar):
+        def __init__(self, items: Any, *, title: str, unit: str) -> None:
+            super().__init__(items, title=title, unit=unit)
+            shown.append((title, self.total))
+
+    for module in ("quantize", "reference"):
+        monkeypatch.setattr(f"quantization.{module}.ProgressBar", Bar)
+    graph, calibration = inputs
+    rules = (Rule(match="*", bits=8, group_size=16, symmetric=True),)
+    model = quantized(recipe(rules), graph, calibration, tmp_path / "q")
+    QuantizedReference(model.folder)
+    count = len(open_checkpoint(model.folder).names())
+    assert shown == [("proof of quantization", count), ("reading the quantized model", count)]
 
 
 def test_folded_scales_cancel(inputs: Inputs, tmp_path: Path) -> None:
