@@ -228,14 +228,17 @@ def _json_grammar(schema: Any) -> Grammar:
 
 
 def _parse(constraint: Constraint) -> Any:
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
+    def constant(name: str) -> float:
+        if name == "NaN":
+            raise ValueError("NaN is not JSON")
+        return float(name)  # as a number such as 1e400 is written again once the body of a request was read
 
     def whole(text: str) -> float:
-        return int(text) if len(text) <= MOST_DIGITS else math.copysign(math.inf, -text.startswith("-"))
+        beyond = -math.inf if text.startswith("-") else math.inf
+        return int(text) if len(text) <= MOST_DIGITS else beyond
 
     try:
-        return json.loads(constraint.text, parse_constant=refuse, parse_int=whole)
+        return json.loads(constraint.text, parse_constant=constant, parse_int=whole)
     except (ValueError, RecursionError) as error:
         raise RequestError(
             f"a {constraint.kind} constraint that is not JSON: {one_line(error, 200)}", expected="JSON"

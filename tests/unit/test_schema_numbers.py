@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from runtime.constraints.schemas.numbers import END, SAFE, STEP, held
 from runtime.constraints.schemas.rewrite import rewritten
+from runtime.gateway.http.requests import constraint_of
+from runtime.gateway.protocol.bodies import CompletionBody, parse
 from runtime.wire.messages import Constraint
 from tapeout.errors import RequestError
 from tests.unit.test_constraints import END as STOP
@@ -115,6 +117,21 @@ def test_negated_bounds_are_held_too() -> None:
     assert "exclusiveMinimum" in json.dumps(rewritten(schema, {})[0])
     text = json.dumps(schema)
     assert not allowed(text, str(1 << 62)) and allowed(text, str((1 << 62) + STEP))
+
+
+def test_numbers_come_through_a_request_as_they_were_written() -> None:
+    def constraint(schema: str) -> Constraint:
+        wanted = f'{{"type": "json_schema", "json_schema": {{"name": "a", "schema": {schema}}}}}'
+        body = parse(CompletionBody, f'{{"prompt": "x", "response_format": {wanted}}}'.encode())
+        found = constraint_of(body)
+        assert found is not None
+        return found
+
+    for schema in ('{"maximum": 1e400, "type": "integer"}', f'{{"maximum": {"9" * 40}, "type": "integer"}}'):
+        assert allowed(constraint(schema).text, "12")
+    for number in ("1e400", "18446744073709551617", "-9223372036854775809", "9007199254740993"):
+        with pytest.raises(RequestError, match="`const` of "):
+            compiler().compile(constraint(f'{{"const": {number}}}'))
 
 
 def test_minus_zero_is_zero() -> None:
