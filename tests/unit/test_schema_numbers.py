@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.constraints.schemas.numbers import END, SAFE, STEP, held
@@ -96,6 +96,8 @@ def test_a_bound_beyond_double_precision_is_one_beyond_64_bits(literal: str) -> 
 
 
 @settings(max_examples=200, deadline=None)
+@example(value=10**17 + 110)  # the shortest digits of a double that is another integer
+@example(value=END - 1)
 @given(value=integers() | st.integers(0, 60).map(lambda exponent: 10**exponent))
 def test_a_constant_is_itself_or_refused(value: int) -> None:
     for schema in ({"const": value}, {"enum": ["a", [value]]}):

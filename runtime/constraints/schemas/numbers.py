@@ -100,8 +100,8 @@ def _constant(keyword: str, value: Any) -> Any:
             return value or 0  # it would write -0
         case int() if abs(value) <= SAFE or value == END - 1 or (abs(value) < END and float(value) == value):
             return value
-        case int() if Decimal(repr(float(value))) == value:
-            return float(value)
+        case int() if abs(value) >= END and Decimal(repr(float(value))) == value:
+            return float(value)  # written by its shortest digits, where a smaller one is written as the double it is
         case int() | float():
             raise refusal(keyword, f"of {_short(value)} (double precision does not hold it)")
         case _:
