@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from typing import Any
 
 import httpx2
@@ -182,7 +183,10 @@ def test_requests_one_after_the_other_keep_their_connection(site: Site) -> None:
         for part in (WHOLE, WHOLE[:9], WHOLE[9:], WHOLE):
             connection.sendall(part)
             if part.endswith(b"\r\n\r\n"):
-                assert b" 200 " in connection.recv(1 << 16)
+                answer = HTTPResponse(connection)  # all of it: what is left would be taken for the next one
+                answer.begin()
+                answer.read()
+                assert answer.status == 200
 
 
 def test_connections_beyond_the_most_are_told_and_closed(site: Site) -> None:
