@@ -13,6 +13,7 @@ from uuid import uuid4
 from engines.protocol import Entry, FloatArray, Result
 from runtime.engine.core import EngineCore
 from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.engines.unread import Unread
 from runtime.gateway.protocol.calls import Call, Caller, Hook
 from runtime.gateway.protocol.errors import ApiError
 from runtime.wire.limits import Limits
@@ -45,7 +46,7 @@ class LocalClient:
             weight_bytes=1000,
             stop_tokens=stop_tokens,
         )
-        self.stats = self.core.stats()
+        self.stats, self.unread = self.core.stats(), Unread()
         self.healthy = True
         self.silent_seconds: float | None = None
         self.draining = self.down = False

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.engines.unread import SlowReaderError, UnreadLimits
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.replica import Patience
 from runtime.wire.limits import Limits, QueueFullError
@@ -92,6 +93,37 @@ def test_a_killed_engine_among_eight_streams_changes_no_answer(start: Start, tmp
             assert await asyncio.gather(*running) == wanted
             assert client.counts["resumptions"] >= 1 and not client.counts["lost"]
             assert client.ready and client.stats.generated_tokens > 8 * NEW
+
+    run(test())
+
+
+def test_clients_that_read_nothing_hold_a_bounded_part_of_the_gateway_and_nothing_of_the_engines(
+    start: Start, tmp_path: Path
+) -> None:
+    """Of all engines together. Planted: each connection counts for itself; the request is tried elsewhere."""
+
+    async def test() -> None:
+        engines = [start(), start()]
+        async with connected(tmp_path, engines) as client:
+            await until(lambda: all_ready(client))
+            client.unread.limits = UnreadLimits(stream_bytes=1 << 20, bytes=150_000)
+            slow = [client.generate(request(number)) for number in range(8)]
+            for one in slow:
+                await anext(one)
+            assert len({status.address for status in client.statuses() if status.own}) == 2
+            await until(lambda: client.stats.running == 0)
+            assert client.unread.ended >= 1 and client.unread.bytes <= 150_000
+            ended = 0
+            for one in slow:
+                try:
+                    while True:
+                        await anext(one)
+                except SlowReaderError:
+                    ended += 1
+                except StopAsyncIteration:
+                    pass
+            assert ended == client.unread.ended and client.unread.bytes == 0
+            assert not client.counts["retries"] and not client.counts["resumptions"]
 
     run(test())
 

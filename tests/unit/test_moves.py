@@ -27,9 +27,13 @@ class FakeConnection:
         self.info = SimpleNamespace(block_tokens=BLOCK, moves_blocks=True, level="")
         self.asked: list[FetchAhead] = []
         self.left: list[str] = []
+        self.ended = set[str]()
 
     def resumes(self, _: GenerateRequest) -> bool:
         return True
+
+    def runs(self, stream: str) -> bool:
+        return stream not in self.ended
 
     def send(self, command: FetchAhead) -> None:
         self.asked.append(command)
@@ -167,6 +171,21 @@ def test_a_request_whose_new_engine_brings_nothing_holds_others_up_for_a_while_o
         for flight in flights[:2]:  # they have left, and are on no engine
             flight.replica = flight.connection = flight.stream = None
         await passed(lambda: len(left) == 3)
+
+    drained(fleet, test)
+
+
+def test_a_request_that_has_ended_and_was_not_read_holds_nobody_up() -> None:
+    """Planted: a slow client's request counts as one that changes over, again and again, until the client reads."""
+    fleet = FakeFleet("new")
+    fleet.held["new"] = 2
+    left = fleet.old.connection.left
+    for name in ("unread", "unread too", "r"):
+        fleet.begin(name, 2 * BLOCK + 16)
+    fleet.old.connection.ended |= {"unread", "unread too"}
+
+    async def test() -> None:
+        await passed(lambda: left == ["r"], 1.0)
 
     drained(fleet, test)
 

@@ -20,6 +20,7 @@ from random import Random
 from time import monotonic
 
 from runtime.gateway.engines.client import EngineDownError, Opened
+from runtime.gateway.engines.unread import Unread
 from runtime.gateway.fleet.change import Change
 from runtime.gateway.fleet.discovery import Discovery
 from runtime.gateway.fleet.flight import Flight, MovedError, seeded
@@ -116,6 +117,10 @@ class FleetClient:
             connections = [replica.connection for replica in self._members.all]
             self._stats = self._totals.of([(c.first, c.stats) for c in connections if c is not None and c.first])
         return self._stats
+
+    @property
+    def unread(self) -> Unread:
+        return self._members.unread
 
     @property
     def ready(self) -> bool:
