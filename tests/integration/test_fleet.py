@@ -17,6 +17,7 @@ from runtime.gateway.engines.client import EngineDownError
 from runtime.gateway.engines.unread import SlowReaderError, UnreadLimits
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.replica import Patience
+from runtime.gateway.fleet.retries import BUDGET_MOST
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
 from tests.answering import Whole, whole
@@ -124,6 +125,30 @@ def test_clients_that_read_nothing_hold_a_bounded_part_of_the_gateway_and_nothin
                     pass
             assert ended == client.unread.ended and client.unread.bytes == 0
             assert not client.counts["retries"] and not client.counts["resumptions"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_all_that_wait_at_an_engine_that_is_lost_are_answered(
+    start: Start, tmp_path: Path, sent: signal.Signals
+) -> None:
+    """They are more than may be tried again. Planted: each of them takes from the budget of retries."""
+
+    async def test() -> None:
+        few = Limits(max_running=2, max_waiting=1000)
+        engines = [start(replace(SLOW, step_seconds=0.02), few), start(SLOW, few)]
+        patience = Patience(suspect=1.0, stuck=60.0, open=20.0)
+        async with connected(tmp_path, engines, patience) as client:
+            await until(lambda: all_ready(client))
+            asked = [replace(request(number), max_new_tokens=2) for number in range(600)]
+            running = [asyncio.ensure_future(answer(client, one)) for one in asked]
+            await until(lambda: all(status.stats.waiting for status in client.statuses()))
+            first = next(status for status in client.statuses() if status.address == engines[0].address)
+            assert first.own > BUDGET_MOST + 50
+            engines[0].process.send_signal(sent)
+            assert {len(found.tokens) for found in await asyncio.gather(*running)} == {2}
+            assert client.counts["retries"] > BUDGET_MOST and not client.counts["lost"]
 
     run(test())
 

@@ -15,7 +15,6 @@ from runtime.gateway.fleet import moves
 from runtime.gateway.fleet.change import Change
 from runtime.gateway.fleet.flight import Flight
 from runtime.gateway.fleet.moves import Moves
-from runtime.gateway.fleet.replica import ReplicaState
 from runtime.gateway.fleet.retries import RetryBudget
 from runtime.wire.messages import FetchAhead, GenerateRequest
 
@@ -50,7 +49,6 @@ class FakeReplica:
     digest: str = "bundle"
     level: str = ""
     pool: str = "mixed"
-    state: ReplicaState = ReplicaState.READY
     connection: FakeConnection = field(default_factory=FakeConnection)
 
 
@@ -62,7 +60,7 @@ class FakeFleet:
         self.held: dict[str, int] = {}
         self.index, self.pays = self, True
         self.flights = dict[Flight, None]()
-        self.old = FakeReplica("old", state=ReplicaState.DRAINING, ready=False)
+        self.old = FakeReplica("old", ready=False)
         self.moves = Moves(
             cast(Any, self.flights), cast(Any, self), cast(Any, self), Change(), RetryBudget(monotonic())
         )
@@ -112,7 +110,7 @@ def drained(fleet: FakeFleet, test: Callable[[], Awaitable[None]]) -> None:
         try:
             await test()
         finally:
-            fleet.old.state = ReplicaState.GONE
+            fleet.old.connection = cast(Any, None)
             fleet.moves.close()
 
     asyncio.run(run())
