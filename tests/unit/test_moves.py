@@ -107,6 +107,7 @@ async def passed(check: Callable[[], bool], seconds: float = 5.0) -> None:
 def drained(fleet: FakeFleet, test: Callable[[], Awaitable[None]]) -> None:
     async def run() -> None:
         fleet.moves.leave_draining(cast(Any, fleet.old))
+        fleet.moves.leave_draining(cast(Any, fleet.old))  # it may be told again
         try:
             await test()
         finally:
