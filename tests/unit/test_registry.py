@@ -23,8 +23,9 @@ from evals.kinds.online import Online, frozen_plan
 from evals.kinds.online.measure import conclude, load_judged
 from evals.policy import policy_of
 from pipeline.registry import promotion, tracking
-from pipeline.registry.access import ClientRegistry, VersionReference
+from pipeline.registry.access import ClientRegistry, VersionReference, version_of
 from pipeline.registry.bundle_store import store_folder
+from pipeline.registry.judged import CANDIDATE
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register
 from pipeline.registry.release import Release
@@ -350,6 +351,12 @@ def test_mistakes_are_named(client: Any, submit: Callable[..., Artifact[Release]
     shutil.rmtree(artifacts / "report")
     with pytest.raises(RegistryError, match=r"lacks report\.html and metrics\.json"):
         register(RECIPE, verdict, load(artifacts / "candidate", EngineBundle), artifacts)
+
+
+def test_the_version_that_an_alias_is_of_says_which_bundle_it_is(begun: Begun) -> None:
+    """So a fleet that follows the alias knows what it has."""
+    found = version_of(f"models:/{NAME}@champion")
+    assert str(found.reference) == f"models:/{NAME}/1" and found.tags[CANDIDATE] == begun.champion
 
 
 def test_an_alias_of_a_deleted_version_is_named(begun: Begun) -> None:
