@@ -28,8 +28,10 @@ class FreeEngine:
     """A :class:`runtime.gateway.engines.client.EngineClient` whose steps cost nothing: it repeats a text's tokens."""
 
     def __init__(self, digest: str, vocab_size: int) -> None:
+        from runtime.gateway.engines.unread import Unread
         from runtime.wire.messages import EngineInfo, EngineStats
 
+        self.unread = Unread()
         self.info = EngineInfo(digest, "free", 1 << 20, vocab_size, 64, 1 << 20, 1, 1, frozenset())
         self.stats, self.ready, self.healthy, self.silent_seconds = EngineStats(), True, True, 0.0
         self.tokens: list[int] = []

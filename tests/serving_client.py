@@ -13,6 +13,7 @@ from uuid import uuid4
 from engines.protocol import Entry, FloatArray, Result
 from runtime.engine.core import EngineCore
 from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.engines.unread import DeltaStream, Unread
 from runtime.gateway.protocol.calls import Call, Caller, Hook
 from runtime.gateway.protocol.errors import ApiError
 from runtime.wire.limits import Limits
@@ -45,12 +46,12 @@ class LocalClient:
             weight_bytes=1000,
             stop_tokens=stop_tokens,
         )
-        self.stats = self.core.stats()
+        self.stats, self.unread = self.core.stats(), Unread()
         self.healthy = True
         self.silent_seconds: float | None = None
         self.draining = self.down = False
         self._commands: list[GenerateRequest | str] = []  # a request to add, or the id of one to cancel
-        self._streams: dict[str, asyncio.Queue[Delta | TapeoutError]] = {}
+        self._streams: dict[str, DeltaStream] = {}
         self.sessions: list[str] = []  # of its requests
         self._loop: asyncio.Task[None] | None = None
 
@@ -71,21 +72,22 @@ class LocalClient:
         if not self.ready:
             raise EngineDownError("the engine takes no requests")
         self.sessions.append(session)
-        stream = self._streams[request.id] = asyncio.Queue[Delta | TapeoutError]()
+        stream = self._streams[request.id] = DeltaStream(request.id, self.unread, self._cancel)
         self._commands.append(request)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())
-        finished = False
         try:
-            while not finished:
-                delta = await stream.get()
-                if isinstance(delta, TapeoutError):
-                    raise delta
-                finished = delta.finish_reason is not None
-                yield delta
+            while True:
+                for delta in await stream.next():
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
         finally:
-            if self._streams.pop(request.id, None) is not None:
-                self._commands.append(request.id)
+            stream.leave()
+
+    def _cancel(self, stream: DeltaStream) -> None:
+        if self._streams.pop(stream.id, None) is not None:
+            self._commands.append(stream.id)
 
     def level_of(self, id: str) -> str:
         return ""
@@ -114,8 +116,10 @@ class LocalClient:
 
     def _tell(self, id: str, message: Delta | TapeoutError, *, ends: bool) -> None:
         stream = self._streams.pop(id, None) if ends else self._streams.get(id)
-        if stream is not None:
-            stream.put_nowait(message)
+        if stream is not None and isinstance(message, TapeoutError):
+            stream.fail(message)
+        elif stream is not None:
+            stream.push(message)
 
     async def swap(self, bundle: str, settings: object = None) -> None:
         raise NotImplementedError

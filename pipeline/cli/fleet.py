@@ -58,13 +58,9 @@ def source_of(bundle: str) -> str:
     """Of a bundle that a file of a fleet names, as an engine reports it: with the version that an alias is of now."""
     if not bundle.startswith("models:"):
         return bundle
-    from pipeline.registry.access import VersionReference, open_registry
+    from pipeline.registry.access import VersionReference, version_of
 
-    reference = VersionReference.parse(bundle)
-    if not reference.alias:
-        return bundle
-    with open_registry() as registry:
-        return str(VersionReference(reference.name, number=registry.version(reference).number))
+    return str(version_of(bundle).reference) if VersionReference.parse(bundle).alias else bundle
 
 
 def shown(status: dict[str, Any]) -> RenderableType:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from evals.check import Outcome
 from evals.kinds.online import EXIT_CODES
@@ -23,14 +23,15 @@ from evals.kinds.online.canary import CanaryBounds, CanaryVerdict, judge_canary
 from evals.kinds.online.measure import judge
 from pipeline.cli.fleet_members import Gateways, ReleaseError, reopen
 from pipeline.cli.gateway import find_engines
-from pipeline.registry.access import VersionReference
+from pipeline.registry.access import Version, VersionReference, version_of
+from pipeline.registry.judged import CANDIDATE
 from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan import LOCAL
 from runtime.gateway.fleet.plan_places import find_plans
 from runtime.gateway.fleet.release import ReleasePlan
 from runtime.wire.address import read_key
 from runtime.wire.messages import EngineInfo
-from tapeout.errors import ExitCode
+from tapeout.errors import ExitCode, TapeoutError, one_line
 from tapeout.observations import read_observations
 from tapeout.observations import read_plan as read_shadow_plan
 
@@ -133,6 +134,19 @@ class FleetRelease:
             self._moved(plan, address, source, good)
         self._written(plan, candidate="", phase="rolled back", moving="")
         log.info("all engines that are ready have bundle %s again", good[:12])
+
+    def has(self, digest: str) -> bool:
+        """All engines have this bundle, or the last release gave it to them."""
+        plan = self._plans.read()
+        if plan is None:
+            return {*self._gateways.ready().values()} == {digest}
+        return plan.stable == digest and not plan.candidate
+
+    def give_way(self, digest: str) -> None:
+        """Reverse a release that is under way, unless it is of this bundle."""
+        plan = self._plans.read()
+        if plan is not None and plan.candidate and (plan.candidate != digest or plan.phase == "rolling back"):
+            self.rollback()
 
     def _begun(self) -> ReleasePlan:
         """The plan to go on with: a release that is under way, or none that has begun."""
@@ -254,15 +268,9 @@ class FleetRelease:
 
     def _as_opened(self, source: str) -> str:
         """As each engine is to open it, also one that is started later by `tapeout fleet`."""
-        if not self._started:
-            return source
-        if source.startswith("models:") and VersionReference.parse(source).alias:
-            raise ReleaseError(
-                f"{source} is an alias, which may move while engines are started",
-                expected="a version, such as models:/NAME/7",
-                remedy="MLflow's page of the model shows which one the alias is of",
-            )
-        return source if source.startswith("models:") else str(Path(source).absolute())
+        if source.startswith("models:"):  # an alias may move while engines open it one after the other
+            return str(version_of(source).reference) if VersionReference.parse(source).alias else source
+        return str(Path(source).absolute()) if self._started else source
 
     def _with(self, digest: str) -> list[str]:
         """Addresses of the engines that have this bundle, in the order of the list."""
@@ -326,6 +334,39 @@ def run(fleet: Path, source: str, gateways: Sequence[str], options: ReleaseOptio
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     verdict = FleetRelease(fleet, gateways, options).release(source)
     return verdict, EXIT_CODES[verdict.outcome]
+
+
+def follow(fleet: Path, source: str, gateways: Sequence[str], options: ReleaseOptions, seconds: float) -> NoReturn:
+    """Release the version that an alias is of, and the next one whenever the alias has moved, until the process is
+    ended. Whatever goes wrong is logged and tried again; a version that failed is not, unless the alias has moved.
+
+    What the registry says is a hint: each engine checks by itself what it opens.
+    """
+    if not (source.startswith("models:") and VersionReference.parse(source).alias):
+        raise ReleaseError(f"{source} does not move", expected="an alias, such as models:/NAME@champion")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    done = reason = ""
+    while True:
+        try:
+            version = version_of(source)
+            if str(version.reference) != done:
+                change, digest, done = FleetRelease(fleet, gateways, options), _digest_of(version), ""
+                change.give_way(digest)
+                if change.has(digest) or change.release(str(version.reference)).outcome is not Outcome.INCONCLUSIVE:
+                    done = str(version.reference)
+            reason = ""
+        except TapeoutError as error:
+            if reason != (reason := one_line(error)):
+                log.error("it is tried again: %s", reason)
+        time.sleep(seconds)
+
+
+def _digest_of(version: Version) -> str:
+    if digest := version.tags.get(CANDIDATE):
+        return digest
+    raise ReleaseError(
+        f"{version.reference} does not say which bundle it is", expected=f"a version with the tag {CANDIDATE}"
+    )
 
 
 def run_rollback(fleet: Path, source: str, gateways: Sequence[str], options: ReleaseOptions) -> None:

@@ -71,6 +71,10 @@ class Version:
     run_root: str
     bundle_root: str
 
+    @property
+    def reference(self) -> VersionReference:
+        return VersionReference(self.name, number=self.number)
+
 
 class Registry(Protocol):
     def version(self, reference: VersionReference) -> Version: ...
@@ -93,6 +97,12 @@ def open_registry() -> Generator[Registry]:
     else:
         with connect(write=False) as client:
             yield ClientRegistry(client)
+
+
+def version_of(source: str) -> Version:
+    """That ``models:/NAME@ALIAS`` is of now, or that of ``models:/NAME/VERSION``."""
+    with open_registry() as registry:
+        return registry.version(VersionReference.parse(source))
 
 
 class RestRegistry:

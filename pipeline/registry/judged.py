@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 KEY = "tapeout.release"  # one digest of all that is registered, so that nothing is registered twice
+CANDIDATE = "tapeout.candidate"  # the digest of the bundle
 RECIPE = "recipe.json"  # in the folder of the evidence
 
 
@@ -104,7 +105,7 @@ def tags_of(name: str, recipe: Recipe, verdict: Verdict, digest: str) -> dict[st
     """What the tags of a version say, as its logged files give it; ``tapeout.location`` is not among them."""
     tags = {
         "tapeout.outcome": verdict.outcome.value,
-        "tapeout.candidate": verdict.candidate,
+        CANDIDATE: verdict.candidate,
         "tapeout.evidence": evidence_digest(verdict),
         "tapeout.verdict": digest,
         "tapeout.policy": verdict.policy.digest,

@@ -18,7 +18,17 @@ from evals.evidence import require_reproducible
 from evals.statement import statement
 from evals.verdict import Verdict
 from pipeline.recipe import Recipe
-from pipeline.registry.judged import KEY, collect, download_logged, dumped, examine, read_logged, require_pass, tags_of
+from pipeline.registry.judged import (
+    CANDIDATE,
+    KEY,
+    collect,
+    download_logged,
+    dumped,
+    examine,
+    read_logged,
+    require_pass,
+    tags_of,
+)
 from pipeline.registry.release import Release
 from pipeline.registry.signatures import private_key
 from pipeline.registry.tracking import connect, public_uri, sqlite_path, tracking_uri
@@ -244,9 +254,7 @@ def _version(client: MlflowClient, name: str, tags: Mapping[str, str], run_id: s
             if version.tags.get(tag) != value:
                 client.set_model_version_tag(name, version.version, tag, value)
         return version
-    description = (
-        f"{tags['tapeout.outcome']}: engine bundle {tags['tapeout.candidate'][:12]}; why is in report.html of its run"
-    )
+    description = f"{tags['tapeout.outcome']}: engine bundle {tags[CANDIDATE][:12]}; why is in report.html of its run"
     return client.create_model_version(
         name, source, run_id=run_id, tags=dict(tags), description=description, model_id=model_id
     )

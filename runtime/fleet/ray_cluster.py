@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 from contextlib import suppress
@@ -60,12 +61,15 @@ class LocalRay:
     """
 
     def __init__(self, name: str) -> None:
-        # Not in TMPDIR: the paths of Ray's sockets may have 107 bytes.
+        # Not in TMPDIR: the paths of Ray's sockets may have 107 bytes. Ray opens its own folder, `r` in this one, to
+        # everybody.
         self.folder = Path("/tmp") / f"tapeout-{os.getuid()}-{name}"
         self._token, self._address = self.folder / "token", self.folder / "address.json"
 
     @property
     def address(self) -> str | None:
+        """:class:`FleetError` where its folder is somebody else's, who could name any address."""
+        self._require_own_folder()
         try:
             return json.loads(self._address.read_text())["address"]
         except (OSError, ValueError, KeyError):
@@ -78,9 +82,9 @@ class LocalRay:
 
     def make_folder(self) -> None:
         """:class:`FleetError` where it is somebody else's."""
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        if self.folder.stat().st_uid != os.getuid():
-            raise FleetError(f"{self.folder} belongs to another user", expected="a folder of this fleet")
+        with suppress(FileExistsError):
+            self.folder.mkdir(mode=0o700)
+        self._require_own_folder()
 
     def start(self) -> str:
         """Its address. The folder must be there."""
@@ -89,7 +93,7 @@ class LocalRay:
         address = f"{LOOPBACK}:{_free_port()}"
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--node-ip-address={LOOPBACK}"),
-            *(f"--port={address.rpartition(':')[2]}", f"--temp-dir={self.folder}"),
+            *(f"--port={address.rpartition(':')[2]}", f"--temp-dir={self.folder / 'r'}"),
             *("--include-dashboard=false", "--disable-usage-stats"),
         ]
         self.use()
@@ -101,6 +105,26 @@ class LocalRay:
             raise FleetError(f"Ray has not started: {one_line(FleetError(found.stdout + found.stderr))}")
         self._address.write_text(json.dumps({"address": address}))
         return address
+
+    def _require_own_folder(self) -> None:
+        """Everybody may write to /tmp, and knows the name. But nobody can replace another user's folder there."""
+        try:
+            found = self.folder.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(found.st_mode):
+            what = "is a link" if stat.S_ISLNK(found.st_mode) else "is no folder"
+        elif found.st_uid != os.getuid():
+            what = f"belongs to the user with id {found.st_uid}"
+        elif found.st_mode & 0o077:
+            what = f"can be used by others (mode {stat.S_IMODE(found.st_mode):o})"
+        else:
+            return
+        raise FleetError(
+            f"{self.folder} {what}",
+            expected="a folder that only you may use, or none",
+            remedy="find out who has put it there, and remove it",
+        )
 
     def processes(self) -> list[psutil.Process]:
         """Workers of Ray overwrite their environment with their names; but what has started them does not."""

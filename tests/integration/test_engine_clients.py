@@ -19,6 +19,7 @@ import uvloop
 from runtime.gateway.engines.client import EngineDownError
 from runtime.gateway.engines.local import ProcessClient
 from runtime.gateway.engines.remote import RemoteClient
+from runtime.gateway.engines.unread import SlowReaderError, UnreadLimits
 from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.codec import WireError
 from runtime.wire.limits import DisplacedError, Limits, QueueFullError
@@ -201,6 +202,27 @@ def test_a_closed_iterator_frees_everything_within_a_step(place: Place) -> None:
             await until(lambda: client.stats.finished.get("cancelled") == 1)
             assert client.stats.steps <= steps + 2  # the one that ran, and no other
             assert client.stats.blocks_held == client.stats.running == 0
+
+    run(test())
+
+
+def test_a_client_that_reads_nothing_is_ended_and_holds_nothing_of_the_engine(place: Place) -> None:
+    """Beside one that reads. Planted: what comes for it is kept without a limit."""
+
+    async def test() -> None:
+        async with place.served() as client:
+            client.unread.limits = UnreadLimits(stream_bytes=20_000)
+            engine = FaultyEngine(Faulty())
+            slow = client.generate(GenerateRequest("slow", [1, 2], 200))
+            first = await anext(slow)
+            assert tokens(await answer(client, "a", [3, 4], 200)) == alone(engine, [3, 4], 200)
+            await until(lambda: client.stats.finished.get("cancelled", 0) == 1 and client.stats.blocks_held == 0)
+            assert client.unread.ended == 1 and client.unread.bytes < 20_000
+            with pytest.raises(SlowReaderError, match="unread"):
+                while True:
+                    await anext(slow)
+            assert first.tokens and client.unread.bytes == 0
+            assert tokens(await answer(client, "b", [3, 4], 20)) == alone(engine, [3, 4], 20)
 
     run(test())
 

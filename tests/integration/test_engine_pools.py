@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.gateway.engines.remote import RemoteEngine
 from runtime.gateway.fleet import moves, retries
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import FromFile
@@ -22,7 +23,7 @@ from tests.exported import build_float, tiny_graph
 from tests.faulty_engine import Faulty
 from tests.fleet import connected, write_list
 from tests.integration.test_moved_blocks import BLOCK, BUNDLE, asked, prompt
-from tests.listening_engine import ListeningEngine
+from tests.listening_engine import KEY, ListeningEngine
 from tests.tiny import tiny_texts
 from tests.waiting import until
 
@@ -358,13 +359,18 @@ def test_a_hand_over_waits_for_an_engine(tmp_path: Path) -> None:
 
 
 def test_nothing_is_handed_over_to_an_engine_that_is_about_to_leave(tmp_path: Path) -> None:
-    """It still ends what it has before it opens another bundle. Planted: it counts as an engine that could go on."""
+    """It still ends what other gateways have there before it opens another bundle, and what it has of this one goes on
+    at the engine for prompts. Planted: it counts as an engine that could go on.
+    """
     engines = [ListeningEngine(tmp_path, SLOW, pool=pool) for pool in ("prefill", "decode")]
-    first, second = (replace(asked(name, prompt(number, 50)), max_new_tokens=300) for number, name in enumerate("ab"))
+    first, second = (replace(asked(name, prompt(number, 50)), max_new_tokens=100) for number, name in enumerate("ab"))
 
     async def test() -> None:
+        other = RemoteEngine(engines[1].address, KEY, tmp_path / "other")
         async with connected(tmp_path, engines) as client:
             await all_ready(client, 2)
+            await other.open(60)
+            await other.add(replace(asked("other's", prompt(2, 1)), max_new_tokens=500)).next()
             running = [asyncio.ensure_future(answers(client, [first]))]
             await until(lambda: client.counts["moves"] == 1)
             decode = next(one for one in client._members.listed.values() if one.pool == "decode")
@@ -375,7 +381,8 @@ def test_nothing_is_handed_over_to_an_engine_that_is_about_to_leave(tmp_path: Pa
             for one in running:
                 (found,) = await one
                 assert found.reason == "length"
-            assert client.counts["moves"] == 1 and not client.counts["lost"]
+            assert decode.lingers and client.counts["moves"] == 2 and not client.counts["lost"]
+        await other.close()
 
     try:
         run(test())

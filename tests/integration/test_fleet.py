@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.engines.unread import SlowReaderError, UnreadLimits
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.replica import Patience
+from runtime.gateway.fleet.retries import BUDGET_MOST
 from runtime.wire.limits import Limits, QueueFullError
 from runtime.wire.messages import Delta, GenerateRequest, SamplingSettings
 from tests.answering import Whole, whole
@@ -92,6 +94,61 @@ def test_a_killed_engine_among_eight_streams_changes_no_answer(start: Start, tmp
             assert await asyncio.gather(*running) == wanted
             assert client.counts["resumptions"] >= 1 and not client.counts["lost"]
             assert client.ready and client.stats.generated_tokens > 8 * NEW
+
+    run(test())
+
+
+def test_clients_that_read_nothing_hold_a_bounded_part_of_the_gateway_and_nothing_of_the_engines(
+    start: Start, tmp_path: Path
+) -> None:
+    """Of all engines together. Planted: each connection counts for itself; the request is tried elsewhere."""
+
+    async def test() -> None:
+        engines = [start(), start()]
+        async with connected(tmp_path, engines) as client:
+            await until(lambda: all_ready(client))
+            client.unread.limits = UnreadLimits(stream_bytes=1 << 20, bytes=150_000)
+            slow = [client.generate(request(number)) for number in range(8)]
+            for one in slow:
+                await anext(one)
+            assert len({status.address for status in client.statuses() if status.own}) == 2
+            await until(lambda: client.stats.running == 0)
+            assert client.unread.ended >= 1 and client.unread.bytes <= 150_000
+            ended = 0
+            for one in slow:
+                try:
+                    while True:
+                        await anext(one)
+                except SlowReaderError:
+                    ended += 1
+                except StopAsyncIteration:
+                    pass
+            assert ended == client.unread.ended and client.unread.bytes == 0
+            assert not client.counts["retries"] and not client.counts["resumptions"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_all_that_wait_at_an_engine_that_is_lost_are_answered(
+    start: Start, tmp_path: Path, sent: signal.Signals
+) -> None:
+    """They are more than may be tried again. Planted: each of them takes from the budget of retries."""
+
+    async def test() -> None:
+        few = Limits(max_running=2, max_waiting=1000)
+        engines = [start(replace(SLOW, step_seconds=0.02), few), start(SLOW, few)]
+        patience = Patience(suspect=1.0, stuck=60.0, open=20.0)
+        async with connected(tmp_path, engines, patience) as client:
+            await until(lambda: all_ready(client))
+            asked = [replace(request(number), max_new_tokens=2) for number in range(600)]
+            running = [asyncio.ensure_future(answer(client, one)) for one in asked]
+            await until(lambda: all(status.stats.waiting for status in client.statuses()))
+            first = next(status for status in client.statuses() if status.address == engines[0].address)
+            assert first.own > BUDGET_MOST + 50
+            engines[0].process.send_signal(sent)
+            assert {len(found.tokens) for found in await asyncio.gather(*running)} == {2}
+            assert client.counts["retries"] > BUDGET_MOST and not client.counts["lost"]
 
     run(test())
 

@@ -202,7 +202,7 @@ def test_long_requests_go_on_elsewhere_when_the_time_is_over(start: Start, tmp_p
             running = [asyncio.ensure_future(answer(client, n % 2, OLD, f"{n} ")) for n in range(8)]
             await until(lambda: all(status.own for status in client.statuses()))
             await asyncio.sleep(0.1)
-            await reopen(engines[0].address, KEY, str(NEW), 0.05, 30)
+            await reopen(engines[0].address, KEY, str(NEW), 0.0, 30)
             assert await asyncio.gather(*running) == wanted * 4
             assert client.counts["resumptions"] and not client.counts["lost"]
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
+from pipeline.cli.fleet_members import reopen
 from runtime.gateway.engines.remote import RemoteEngine
 from runtime.wire.limits import Limits
 from runtime.wire.messages import Delta, GenerateRequest, Pool, Reopen, SamplingSettings
 from tests.answering import KINDS, Whole, whole
 from tests.exported import tiny_graph
 from tests.faulty_engine import FAIL, Faulty
-from tests.fleet import connected, write_list
+from tests.fleet import connected, session_at, write_list
 from tests.listening_engine import KEY, ListeningEngine
 from tests.waiting import until
 
@@ -362,6 +363,38 @@ def test_an_engine_that_drains_hands_its_requests_on_with_their_blocks(start: St
             stats = client.statuses()[0].stats
             assert stats.blocks_fetched >= 16 * BLOCKS and not stats.fetches_failed
             assert stats.prefix_queries - stats.prefix_hits < 16 * 2 * BLOCK, "no more than their last tokens"
+
+    run(test())
+
+
+def test_an_engine_that_opens_another_bundle_hands_its_requests_on_with_their_blocks(
+    start: Start, tmp_path: Path
+) -> None:
+    """As one that drains: a release does not wait for them. Planted: they stay until they end or its time is over, and
+    are computed again.
+    """
+
+    async def test() -> None:
+        engines = [start(SLOW), start(SLOW)]
+
+        async def ask(number: int, prefix: str) -> Whole:
+            request = GenerateRequest(f"{prefix}{number}", prompt(number), NEW, logprobs=1)
+            session = session_at(engines[0].address, [engine.address for engine in engines])
+            return whole([delta async for delta in client.generate(request, session=session)])
+
+        async with connected(tmp_path, engines[:1]) as client:
+            wanted = await asyncio.gather(*[ask(number, "e") for number in range(4)])
+        async with connected(tmp_path, engines) as client:
+            await until(lambda: [status.state.value for status in client.statuses()] == ["ready"] * 2)
+            running = [asyncio.ensure_future(ask(number, "r")) for number in range(4)]
+            await until(lambda: client.stats.running == 4)
+            mine = sum(status.own for status in client.statuses() if status.address == engines[0].address)
+            info = await reopen(engines[0].address, KEY, str(replace(SLOW, name="8")), 60, 60)
+            assert info.digest != client.info.digest and not all(one.done() for one in running)
+            assert await asyncio.gather(*running) == wanted and mine
+            assert client.counts["moves"] == mine and not client.counts["resumptions"] and not client.counts["lost"]
+            stats = next(one.stats for one in client.statuses() if one.address == engines[1].address)
+            assert stats.blocks_fetched >= mine * BLOCKS and not stats.fetches_failed
 
     run(test())
 

@@ -172,6 +172,9 @@ def test_evidence_measured_by_another_recipe(tmp_path: Path) -> None:
         ("evaluate", {"documents": 50}, "measured with 60 documents, not with 50"),
         ("shadow", {"max_new_tokens": 96}, "measured with 48 new tokens, not with 96"),
         ("benchmark", {"prompt_tokens": 128}, "measured with 1 prompt_tokens, not with 128"),
+        ("serving", {"steps": 4}, r"measured with 8 serving\.steps, not with 4"),
+        ("serving", {"answers": 100}, r"measured with 24 serving\.answers, not with 100"),
+        ("serving", {"pressed": 90}, r"measured with 45 serving\.pressed, not with 90"),
     ):
         with pytest.raises(EvidenceError, match=said):
             judged.judge(tmp_path, judged.recipe(**{section: change}))

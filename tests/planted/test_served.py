@@ -252,6 +252,7 @@ def serve(made: Made, wrap: Callable[[Engine], Sequences]) -> dict[str, Check]:
     record = ServingReport(
         baseline=baseline.digest,
         candidate=candidate.digest,
+        asked=ServingSettings(),
         slots=SLOTS,
         max_tokens=512,
         max_running=max(item.batch for item in items if item.path == "running"),

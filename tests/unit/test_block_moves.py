@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from runtime.engine.block_store import BlockStore
 from runtime.engine.core import EngineCore
 from runtime.engine.moving import moves as moves_module
-from runtime.engine.moving.costs import PAUSE_SECONDS, LinkCosts
+from runtime.engine.moving.costs import MOST_LINKS, PAUSE_SECONDS, LinkCosts
 from runtime.engine.moving.fetching import Fetch, KeysFetch
 from runtime.engine.moving.moves import MOST_SECONDS, BlockMoves
 from runtime.engine.moving.sending import BlockSender
@@ -444,3 +444,17 @@ def test_a_block_that_is_lent_stays_what_it_is() -> None:
     assert bytes(content) == bytes(prompt(1, 2)[:BLOCK])
     blocks.give_back([lent])
     core.scheduler.check()
+
+
+def test_links_that_are_not_used_any_more_are_forgotten() -> None:
+    """Engines of a cluster come and go, each at another address. Planted: all that ever were count for ever."""
+    costs = LinkCosts(block_bytes=1 << 20, block_tokens=64)
+    for number in range(1000):
+        costs.observe("tcp:stays:7000", 8, 8.0)
+        costs.observe(f"tcp:10.0.0.{number}:7000", 8, 0.1)
+    assert len(costs._speeds) <= MOST_LINKS
+    assert costs.seconds("tcp:stays:7000", 8) > 7 and costs.seconds("tcp:10.0.0.1:7000", 8) < 1
+    mean = costs.block_seconds
+    for number in range(MOST_LINKS):
+        costs.observe(f"tcp:later:{number}", 8, 8.0)
+    assert costs.block_seconds > 2 * mean

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -28,7 +28,9 @@ from engines.kernels.cpu import LEVELS
 from evals.check import Outcome
 from pipeline.cli.doctor import TENSORRT_PACKAGES, Finding, Status, diagnose, processor
 from pipeline.cli.main import app, main, message
+from pipeline.cli.panels.judge import _moved
 from pipeline.cli.shared import with_options
+from pipeline.registry.promotion import Move
 from tapeout.artifact import ArtifactRef, Parents, ParentTypes, Record, create, load, load_header
 from tapeout.errors import BuildError, ExitCode
 from tapeout.fingerprint import Fingerprint
@@ -682,3 +684,10 @@ def test_an_error_of_the_system_is_no_fault_of_ours(number: int, remedy: str) ->
     said = message(OSError(number, os.strerror(number), "/some/file"))
     assert remedy in said and "/some/file" in said and "fault in tapeout" not in said
     assert "fault in tapeout" in message(OSError(errno.EBADF, "planted"))
+
+
+def test_a_promotion_says_what_moves_a_fleet() -> None:
+    """It moves an alias alone. Planted: a user waits for engines that nobody tells."""
+    done = Move("m", 7, 6, True, "version 7 of m is champion")
+    assert "tapeout fleet release FILE models:/m/7 --gateway URL" in _moved(done)
+    assert _moved(replace(done, changed=False)) == done.message

@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.gateway.fleet.client import FleetClient
+from runtime.gateway.fleet.connection import FleetConnection
 from runtime.gateway.fleet.discovery import FleetFileError, FromFile
+from runtime.gateway.fleet.replica import Patience, Replica
 from runtime.gateway.fleet.retries import LONGEST_PROBE_SECONDS, RetryBudget, probe_seconds
 from runtime.gateway.fleet.totals import COUNTERS, STATES, Totals
 from runtime.gateway.operations.operations import Operations, OperationsSettings
+from runtime.gateway.routing.router import FleetRouter
+from runtime.wire.codec import WireError
 from runtime.wire.messages import EngineStats
 from tapeout.errors import SignatureError, TapeoutError
 from tests.waiting import until
@@ -114,5 +118,28 @@ def test_how_the_engines_are_is_said_while_none_is_ready(tmp_path: Path) -> None
         finally:
             opening.cancel()
             await client.close()
+
+    asyncio.run(test())
+
+
+def test_an_engine_whose_connection_cannot_be_made_is_said_and_tried_again() -> None:
+    """Such as one whose address in a table is nonsense. Planted: the watch ends, and nobody is told."""
+
+    async def test() -> None:
+        tried = 0
+
+        def connect() -> FleetConnection:
+            nonlocal tried
+            tried += 1
+            raise WireError("no address: nonsense", expected="tcp:HOST:PORT or unix:PATH")
+
+        async def admit(_: object) -> None: ...
+
+        replica = Replica("nonsense", connect, Patience(), FleetRouter(), admit, lambda _: None)
+        try:
+            await until(lambda: tried == 2)
+            assert replica.failures and "no address: nonsense" in replica.why and not replica.ready
+        finally:
+            await replica.close()
 
     asyncio.run(test())

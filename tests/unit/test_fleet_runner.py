@@ -6,6 +6,7 @@ import asyncio
 import errno
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from runtime.fleet import runner as module
-from runtime.fleet.ray_cluster import TOKEN_PATH, LocalRay
+from runtime.fleet.ray_cluster import TOKEN_PATH, FleetError, LocalRay
 from runtime.fleet.runner import EngineRunner
 from runtime.gateway.fleet.scaling import EngineReport
 from runtime.wire.messages import EngineLoad, EngineStats
@@ -200,6 +201,39 @@ def test_a_process_is_killed_with_the_one_that_owns_it(guarded: bool) -> None:
     else:
         assert child.is_running()
         child.kill()
+
+
+@pytest.mark.parametrize("whose", ["a link", "a file", "another user's", "everybody's"])
+def test_a_folder_in_tmp_that_is_not_ours_alone_is_refused(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody can put one there first. Planted: a link to a folder of ours counts as one; an address is read from
+    whatever is there, and whoever wrote it runs code here.
+    """
+    ray, words = LocalRay(f"unit-{os.getpid()}"), {"a link": "is a link", "a file": "is no folder"}
+    (tmp_path / "address.json").write_text('{"address": "127.0.0.1:9"}')
+    try:
+        if whose == "a link":
+            ray.folder.symlink_to(tmp_path)
+        elif whose == "a file":
+            ray.folder.touch()
+        else:
+            ray.folder.mkdir(mode=0o700)
+            (ray.folder / "address.json").write_text('{"address": "127.0.0.1:9"}')
+            assert ray.address == "127.0.0.1:9"
+        if whose == "everybody's":
+            ray.folder.chmod(0o777)
+        elif whose == "another user's":
+            uid = os.getuid()
+            monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+        for use in (ray.make_folder, lambda: ray.address):
+            with pytest.raises(FleetError, match=words.get(whose, "belongs to the user|can be used by others")):
+                use()
+    finally:
+        if ray.folder.is_dir() and not ray.folder.is_symlink():
+            shutil.rmtree(ray.folder)
+        else:
+            ray.folder.unlink()
 
 
 def test_a_fleet_of_this_machine_ends_its_processes_and_no_other() -> None:

@@ -23,7 +23,17 @@ from evals.kind import Bounds, Evidence, Report
 from evals.kinds.parity import ParityItem, ParityReport, TableError
 from evals.kinds.portable import PortableReport
 from evals.kinds.proof import ProofSummary
-from evals.kinds.serving import AHEAD, DRAWN, PRESSED, Draws, Pressed, Pressure, ServedItem, ServingReport
+from evals.kinds.serving import (
+    AHEAD,
+    DRAWN,
+    PRESSED,
+    Draws,
+    Pressed,
+    Pressure,
+    ServedItem,
+    ServingReport,
+    ServingSettings,
+)
 from evals.kinds.shadow import ShadowItem, ShadowReport
 from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceItem, SourceReport, TextFile
 from evals.kinds.speed import Benchmark, EngineNumbers, SpeedSample, SpeedSummary
@@ -283,6 +293,7 @@ def make(
     both: dict[str, Any] = {"baseline": BASELINE, "candidate": CANDIDATE, "executed_on": MACHINE}
     serving = ServingReport(
         **both,
+        asked=ServingSettings(),
         slots=2,
         max_tokens=64,
         max_running=2,
@@ -718,6 +729,12 @@ def with_served(kept: Callable[[ServedItem], bool]) -> Evidence:
     return with_reports(make(), serving=replace(found, record=record, items=items))
 
 
+def with_pressed(**changes: Any) -> Evidence:
+    found = make().reports["serving"]
+    record = found.record.model_copy(update={"pressure": pressure(**changes)})
+    return with_reports(make(), serving=replace(found, record=record))
+
+
 REFUSALS: dict[str, tuple[Evidence, str]] = {
     "no task items": (make(tasks=()), "EvalReport has no task items"),
     "no text items": (make(texts=()), "EvalReport has no text items"),
@@ -880,6 +897,10 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
     "no answers": (
         with_report("serving", pressure=pressure(answers=0)),
         "impossible numbers of answers under pressure",
+    ),
+    "fewer requests under pressure": (
+        with_pressed(answers=8),
+        "ServingReport has 8 answers under pressure with greedy, not 10 as it claims",
     ),
     "NaN gap": (with_item("serving", gap=math.nan), "served items have no finite error, gap or KL: path 'pieces'"),
     "outside its batch": (with_item("serving", slot=1), "lie in slots that their batch does not have"),

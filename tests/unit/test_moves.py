@@ -15,7 +15,6 @@ from runtime.gateway.fleet import moves
 from runtime.gateway.fleet.change import Change
 from runtime.gateway.fleet.flight import Flight
 from runtime.gateway.fleet.moves import Moves
-from runtime.gateway.fleet.replica import ReplicaState
 from runtime.gateway.fleet.retries import RetryBudget
 from runtime.wire.messages import FetchAhead, GenerateRequest
 
@@ -27,9 +26,13 @@ class FakeConnection:
         self.info = SimpleNamespace(block_tokens=BLOCK, moves_blocks=True, level="")
         self.asked: list[FetchAhead] = []
         self.left: list[str] = []
+        self.ended = set[str]()
 
     def resumes(self, _: GenerateRequest) -> bool:
         return True
+
+    def runs(self, stream: str) -> bool:
+        return stream not in self.ended
 
     def send(self, command: FetchAhead) -> None:
         self.asked.append(command)
@@ -46,7 +49,6 @@ class FakeReplica:
     digest: str = "bundle"
     level: str = ""
     pool: str = "mixed"
-    state: ReplicaState = ReplicaState.READY
     connection: FakeConnection = field(default_factory=FakeConnection)
 
 
@@ -58,7 +60,7 @@ class FakeFleet:
         self.held: dict[str, int] = {}
         self.index, self.pays = self, True
         self.flights = dict[Flight, None]()
-        self.old = FakeReplica("old", state=ReplicaState.DRAINING, ready=False)
+        self.old = FakeReplica("old", ready=False)
         self.moves = Moves(
             cast(Any, self.flights), cast(Any, self), cast(Any, self), Change(), RetryBudget(monotonic())
         )
@@ -105,10 +107,11 @@ async def passed(check: Callable[[], bool], seconds: float = 5.0) -> None:
 def drained(fleet: FakeFleet, test: Callable[[], Awaitable[None]]) -> None:
     async def run() -> None:
         fleet.moves.leave_draining(cast(Any, fleet.old))
+        fleet.moves.leave_draining(cast(Any, fleet.old))  # it may be told again
         try:
             await test()
         finally:
-            fleet.old.state = ReplicaState.GONE
+            fleet.old.connection = cast(Any, None)
             fleet.moves.close()
 
     asyncio.run(run())
@@ -167,6 +170,21 @@ def test_a_request_whose_new_engine_brings_nothing_holds_others_up_for_a_while_o
         for flight in flights[:2]:  # they have left, and are on no engine
             flight.replica = flight.connection = flight.stream = None
         await passed(lambda: len(left) == 3)
+
+    drained(fleet, test)
+
+
+def test_a_request_that_has_ended_and_was_not_read_holds_nobody_up() -> None:
+    """Planted: a slow client's request counts as one that changes over, again and again, until the client reads."""
+    fleet = FakeFleet("new")
+    fleet.held["new"] = 2
+    left = fleet.old.connection.left
+    for name in ("unread", "unread too", "r"):
+        fleet.begin(name, 2 * BLOCK + 16)
+    fleet.old.connection.ended |= {"unread", "unread too"}
+
+    async def test() -> None:
+        await passed(lambda: left == ["r"], 1.0)
 
     drained(fleet, test)
 

@@ -23,15 +23,17 @@ from evals.kinds.online import Online, frozen_plan
 from evals.kinds.online.measure import conclude, load_judged
 from evals.policy import policy_of
 from pipeline.registry import promotion, tracking
-from pipeline.registry.access import ClientRegistry, VersionReference
+from pipeline.registry.access import ClientRegistry, VersionReference, version_of
 from pipeline.registry.bundle_store import store_folder
+from pipeline.registry.judged import CANDIDATE
 from pipeline.registry.promotion import promote, rollback
 from pipeline.registry.register import champion, incumbent, register
 from pipeline.registry.release import Release
 from pipeline.registry.versions import get_version, model_id_of
 from tapeout.artifact import Artifact, canonical_json, load
-from tapeout.errors import ArtifactError, EvidenceError, RegistryError
+from tapeout.errors import ArtifactError, EvidenceError, RegistryError, TapeoutError
 from tapeout.observations import Observation, ObservationLog
+from tapeout.signing import generate_keys
 from tests import judged
 from tests.registries import empty_registry, restored
 
@@ -351,6 +353,12 @@ def test_mistakes_are_named(client: Any, submit: Callable[..., Artifact[Release]
         register(RECIPE, verdict, load(artifacts / "candidate", EngineBundle), artifacts)
 
 
+def test_the_version_that_an_alias_is_of_says_which_bundle_it_is(begun: Begun) -> None:
+    """So a fleet that follows the alias knows what it has."""
+    found = version_of(f"models:/{NAME}@champion")
+    assert str(found.reference) == f"models:/{NAME}/1" and found.tags[CANDIDATE] == begun.champion
+
+
 def test_an_alias_of_a_deleted_version_is_named(begun: Begun) -> None:
     """Neither `tapeout promote` nor `tapeout rollback` helps there, so they are not the remedy."""
     database = tracking.sqlite_path(tracking.tracking_uri())
@@ -445,6 +453,20 @@ def test_a_crash_anywhere_while_registering_is_made_good(client: Any, submit: Ca
     assert after["aliases"] == {"challenger": 1}
     assert len(after["versions"]) == len(after["runs"]) == 1 and after["points"] == [1]
     assert promote(RECIPE).champion == 1
+
+
+def test_a_crash_anywhere_while_signing_is_made_good(
+    client: Any, submit: Callable[..., Artifact[Release]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a version that was registered without a key. Planted: what is registered is not signed later."""
+    submit("one")
+    generate_keys(tmp_path / "mine.key", tmp_path / "mine.pub")
+    monkeypatch.setenv("TAPEOUT_PUBLIC_KEY", str(tmp_path / "mine.pub"))
+    with pytest.raises(TapeoutError, match="no signature at"):
+        promote(RECIPE)
+    monkeypatch.setenv("TAPEOUT_PRIVATE_KEY", str(tmp_path / "mine.key"))
+    assert run_until_it_survives(lambda: submit("one")) >= 2
+    assert len(state(client)["versions"]) == 1 and promote(RECIPE).champion == 1
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])

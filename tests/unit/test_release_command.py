@@ -18,11 +18,13 @@ from evals.kinds.online.canary import Figures
 from pipeline.cli import release
 from pipeline.cli.fleet_members import Gateways, ReleaseError
 from pipeline.cli.release import FleetRelease, ReleaseOptions
+from pipeline.registry.access import Version
 from runtime.gateway.fleet.release import PlanFile, ReleasePlan, ReleasePlanError, plan_path
 from runtime.wire.messages import EngineInfo
+from tapeout.errors import RegistryError
 from tapeout.observations import Observation, ObservationLog
 
-OLD, NEW = "a" * 64, "b" * 64
+OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64
 
 
 def engine(address: str, digest: str, state: str = "ready") -> dict[str, str]:
@@ -95,6 +97,7 @@ class Fleet:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.bundles, self.before = dict.fromkeys(ENGINES, OLD), dict.fromkeys(ENGINES, OLD)
         self.away: set[str] = set()
+        self.opens: dict[str, str] = {}  # digests, by source
         self.keeps: set[str] = set()  # engines that may not serve the candidate
         self.counted = {OLD: STABLE, NEW: CANDIDATE}
         self.log: list[tuple[Any, ...]] = []
@@ -124,7 +127,7 @@ class Fleet:
         assert plan.moving == address, "gateways know which engine is away"
         self.least = min(self.least, len(self.ready().keys() - {address}))
         self.log.append((plan.phase, plan.share, address, source))
-        wanted = NEW if Path(source).name == "new" else self.before[address]
+        wanted = self.opens.get(source) or (NEW if Path(source).name == "new" else self.before[address])
         notice = "no evidence for its level" if address in self.keeps and wanted == NEW else ""
         if not notice:
             self.before[address], self.bundles[address] = self.bundles[address], wanted
@@ -272,9 +275,114 @@ def test_an_engine_that_came_during_the_release_gets_the_bundle_too(started: Fle
     assert started.bundles["unix:/late"] == NEW and set(started.bundles.values()) == {NEW}
 
 
-def test_what_engines_that_are_started_later_could_not_open_is_refused(started: Fleet) -> None:
-    with pytest.raises(ReleaseError, match=r"models:/name@champion is an alias"):
-        started.change().release("models:/name@champion")
+class Alias:
+    """What a registry says of `models:/new@champion`. ``moves``: what happens at each look, then the command ends."""
+
+    def __init__(self, fleet: Fleet, patch: pytest.MonkeyPatch, *moves: Callable[[], object]) -> None:
+        self.fleet, self.number, self.digest, self._moves = fleet, 7, NEW, list(moves)
+        patch.setattr(release, "version_of", self.version)
+        fleet.waited = self.waited
+        fleet.opens = {"models:/new/7": NEW, "models:/new/8": OTHER, "models:/new/6": OLD}
+
+    def version(self, source: str) -> Version:
+        assert source == "models:/new@champion"
+        return Version("new", self.number, {"tapeout.candidate": self.digest}, "", "")
+
+    def move(self, number: int, digest: str) -> None:
+        self.number, self.digest = number, digest
+
+    def waited(self) -> None:
+        if not self._moves:
+            raise EndedError
+        self._moves.pop(0)()
+
+    def follow(self, **options: Any) -> None:
+        found = ReleaseOptions(share=0.1, canary_seconds=0, **options)
+        with pytest.raises(EndedError):
+            release.follow(self.fleet.list, "models:/new@champion", ["url"], found, 5)
+
+
+class EndedError(Exception):
+    pass
+
+
+def test_an_alias_means_the_version_that_it_is_of_when_a_release_begins(
+    started: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may move while engines open it one after the other. Planted: each engine finds out by itself."""
+    Alias(started, monkeypatch)
+    assert started.change().release("models:/new@champion").outcome is Outcome.PASS
+    assert {step[3] for step in started.log} == {"models:/new/7"} and started.plan.sources[NEW] == "models:/new/7"
+
+
+def test_a_fleet_follows_an_alias(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a version is released again and again; one of a release that is under way is not given up."""
+    fleet.counted[OTHER] = CANDIDATE
+    undecided = Figures(calls=20, first_tokens=(20,))
+    fleet.counted[NEW] = undecided
+    seen: list[tuple[str, str, int]] = []
+
+    def look() -> None:
+        seen.append((fleet.plan.phase, fleet.plan.candidate, len(fleet.log)))
+
+    def decided() -> None:
+        look()
+        fleet.counted[NEW] = CANDIDATE
+
+    def next_one() -> None:
+        look()
+        fleet.counted[OTHER] = undecided
+        alias.move(8, OTHER)
+
+    def back() -> None:
+        look()
+        alias.move(7, NEW)
+
+    alias = Alias(fleet, monkeypatch, look, decided, look, next_one, back, look)
+    alias.follow()
+    look()
+    assert seen == [
+        *[("canary", NEW, 1)] * 2,
+        *[("done", "", 4)] * 2,
+        ("canary", OTHER, 5),
+        *[("rolled back", "", 6)] * 2,
+    ]
+    assert set(fleet.bundles.values()) == {NEW}
+
+
+def test_a_version_that_failed_is_not_tried_until_the_alias_has_moved(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.counted[NEW] = Figures(calls=400, failed=200, first_tokens=(200,))
+    looks: list[int] = []
+    alias = Alias(
+        fleet,
+        monkeypatch,
+        *[lambda: looks.append(len(fleet.log))] * 3,
+        lambda: alias.move(6, OLD),
+        lambda: alias.move(7, NEW),
+        lambda: looks.append(len(fleet.log)),
+    )
+    alias.follow()
+    assert looks == [2, 2, 2, 4] and set(fleet.bundles.values()) == {OLD}
+
+
+def test_a_registry_that_is_away_ends_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alias = Alias(fleet, monkeypatch, lambda: None, lambda: monkeypatch.setattr(release, "version_of", alias.version))
+
+    def away(_: str) -> Version:
+        raise RegistryError("no registry answers")
+
+    monkeypatch.setattr(release, "version_of", away)
+    alias.follow()
+    assert set(fleet.bundles.values()) == {NEW} and caplog.text.count("no registry answers") == 1
+    with pytest.raises(ReleaseError, match="models:/new/7 does not move"):
+        release.follow(fleet.list, "models:/new/7", ["url"], ReleaseOptions(), 5)
+
+
+def test_a_cluster_that_does_not_find_the_plan_is_refused(started: Fleet) -> None:
     started.list.write_text("key: k\nup: {bundle: b, ray: '10.0.0.1:6379'}")
     with pytest.raises(ReleaseError, match=r"(?s)engines of a cluster find the plan.*releases: postgresql"):
         started.change()

@@ -17,6 +17,7 @@ from engines.protocol import Entry
 from runtime.engine.cache.blocks import BlockPool
 from runtime.engine.scheduling import step_costs
 from runtime.engine.scheduling.scheduler import Scheduler
+from runtime.engine.scheduling.sequence import ScheduledSequence
 from runtime.engine.scheduling.step_costs import FIRST_PLAIN_AFTER, MIN_CHUNK
 from runtime.engine.scheduling.tenant_shares import TenantShares
 from runtime.engine.scheduling.waiting import MAX_PASSED
@@ -235,6 +236,71 @@ def test_a_tenant_that_fills_the_queue_gives_places_up_to_others() -> None:
     made.check()
 
 
+class Looked(dict[str, Any]):
+    """Counts what is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, id: str) -> Any:
+        self.looks += 1
+        return super().__getitem__(id)
+
+    def values(self) -> Any:
+        self.looks += len(self)
+        return super().values()
+
+
+def test_a_refusal_does_not_look_at_all_that_wait() -> None:
+    """A full queue is where a server has least time. Planted: the whole queue is sorted for each request."""
+    made = scheduler(max_waiting=1000, max_running=1)
+    for number in range(1000):
+        made.add(GenerateRequest(f"r{number}", [1], 1, tenant="loud" if number % 4 else f"quiet{number % 3}"), number)
+    queue = made._requests.queue
+    queue._sequences = looked = Looked(queue._sequences)
+    with pytest.raises(QueueFullError):
+        made.add(GenerateRequest("more", [1], 1, tenant="loud"), 1000)
+    assert made.add(GenerateRequest("other", [1], 1, tenant="new"), 1000) == ["r999"]
+    assert looked.looks < 40
+
+
+WAITING = st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(1, 6), st.integers(0, 9), st.booleans())
+
+
+@given(st.lists(WAITING, min_size=6, max_size=20), st.sampled_from("abcd"), st.integers(0, 2), st.integers(1, 9))
+def test_who_gives_places_up_is_who_would_if_all_were_looked_at(
+    waiting: list[tuple[str, int, int, int, bool]], tenant: str, priority: int, size: int
+) -> None:
+    made, own = scheduler(max_waiting=len(waiting), max_waiting_tokens=60), tenant
+    queue = made._requests.queue
+    for number, (other, rank, tokens, arrival, begun) in enumerate(waiting):
+        request = GenerateRequest(f"r{number}", [1] * tokens, 1, tenant=other, priority=rank)
+        queue.add(sequence := ScheduledSequence(request, arrival))
+        sequence.started = begun
+    queue.check()
+    limits, asked = made.limits, GenerateRequest("new", [1] * size, 1, tenant=own, priority=priority)
+    found = queue._of_other_tenants(asked, limits, size)
+
+    left, expected = sorted(queue.sequences.values(), key=lambda one: (one.arrival, one.id)), list[str]()
+    while len(left) >= limits.max_waiting or sum(len(one.tokens) for one in left) + size > limits.max_waiting_tokens:
+        counts = Counter(one.tenant for one in left)
+        sums = Counter[str]()
+        for one in left:
+            sums[one.tenant] += len(one.tokens)
+        short, more = (counts, 1) if len(left) >= limits.max_waiting else (sums, size)
+        may = [one for one in left if one.priority >= priority and not one.started]
+        most = max(((short[one.tenant], one.tenant) for one in may), default=(0, own))[1]
+        last = next((one for one in reversed(may) if one.tenant == most), None)
+        if most == own or last is None or len({one.tenant for one in left} | {own}) < 2:
+            assert found is None
+            return
+        left.remove(last)
+        if short[most] - (1 if short is counts else len(last.tokens)) < short[own] + more:
+            assert found is None
+            return
+        expected.append(last.id)
+    assert found is not None and [one.id for one in found] == expected
+
+
 def test_a_tenant_whose_prompts_fill_the_queue_gives_tokens_up_to_others() -> None:
     """Planted: only places are looked at."""
     made = scheduler(max_waiting_tokens=40, max_running=1)
@@ -389,6 +455,26 @@ def test_answers_of_a_tenant_that_takes_much_more_rest_while_a_prompt_of_another
 
     assert fed(1.0) == fed(1.0 + 0.5 * made.limits.rest_seconds) == {"quiet": 16}
     assert fed(1.0 + made.limits.rest_seconds) == {"quiet": 8, **decoding}
+
+
+def test_answers_rest_also_while_one_of_them_has_its_first_token_computed() -> None:
+    """Its step is planned ahead of that token's end. Planted: it counts as one that has rested since time began."""
+    made, now = scheduler(256, step_tokens=16), 1000.0
+    for number in range(4):
+        made.add(GenerateRequest(f"loud{number}", [1 + number] * 12, 30, tenant="loud"), now)
+    while made.waiting or made.feeds_prompts:
+        advance(made, now)
+    made.add(GenerateRequest("quiet", [9] * 40, 2, tenant="quiet"), now)
+    made._order.weigh(now)
+    decoding = [one for one in made._requests.running.values() if one.tenant == "loud"]
+    quiet = list(made._requests.waiting.values())
+
+    def rest() -> float | None:
+        return made._order.rest(decoding, quiet, frozenset(), 0.001, 0.001, now)
+
+    before = rest()
+    decoding[0].last = 0.0
+    assert before == rest() == pytest.approx(made.limits.rest_seconds)
 
 
 def test_answers_rest_longer_where_steps_are_long() -> None:

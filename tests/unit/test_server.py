@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 
+from runtime.gateway.engines.unread import UnreadLimits
 from runtime.gateway.http.requests import ServerLimits
 from runtime.gateway.protocol.calls import Call, Hook
 from runtime.gateway.protocol.errors import ApiError
@@ -21,6 +22,7 @@ from runtime.gateway.text.stops import StopMatcher
 from runtime.wire.limits import Limits
 from tests.http_server import END, END_TOKEN, MODEL, START, VOCAB, Served, byte_tokenizer, ids, serving
 from tests.serving_client import SlowEngine
+from tests.waiting import wait_for
 
 TALK: Any = [{"role": "user", "content": "Hi there"}]
 
@@ -825,3 +827,28 @@ def test_draining_refuses_new_requests(server: Served) -> None:
         assert answer.headers["retry-after"]
     finally:
         server.service.draining = False
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_client_that_reads_nothing_is_told_so_and_others_go_on(choices: int) -> None:
+    """Over a real socket. Planted: all of its response is kept in the server; its request runs to the end."""
+    slow = SlowEngine(VOCAB, slots=8, max_tokens=4000)
+    with serving(slow) as served:
+        served.client.unread.limits = UnreadLimits(stream_bytes=200_000)
+        body = {"prompt": "x", "max_tokens": 3900, "stream": True, "logprobs": 20, "ignore_eos": True, "n": choices}
+        text = json.dumps(body).encode()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(20)
+            client.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+            client.sendall(head.encode() + text)
+            wait_for(lambda: served.client.unread.ended > 0 and served.client.unread.bytes < choices * 400_000, 60)
+            assert served.post("/v1/completions", {"prompt": "y", "max_tokens": 3}).status_code == 200
+            found = b""
+            while b"[DONE]" not in found:
+                part = client.recv(1 << 16)
+                assert part, "it ends with a reason"
+                found += part
+        assert b'"code":"slow_reader"' in found and found.count(b"data: ") < choices * 3900
+        assert served.settled() and served.cancelled() == choices and not served.client.unread.bytes

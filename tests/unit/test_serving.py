@@ -53,6 +53,7 @@ def test_a_sound_engine_is_measured_whole_and_agrees_with_itself(slots: int, max
     assert report.record == ServingReport(
         baseline=baseline.digest,
         candidate=candidate.digest,
+        asked=SETTINGS,
         slots=slots,
         max_tokens=max_tokens,
         max_running=slots,

@@ -128,7 +128,7 @@ def test_a_server_counts_what_its_engine_answers() -> None:
     assert 'tapeout:slo_events_total{slo="itl"} 3.0' in text
     assert 'tapeout:slo_objective{slo="ttft"} 0.5' in text
     without = Operations(LocalClient(), "m", OperationsSettings())
-    assert "tapeout:slo" not in without.metrics.text().decode()
+    assert "tapeout:slo_" not in without.metrics.text().decode()
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from runtime.gateway.fleet.release import ReleasePlan
 from runtime.gateway.fleet.replica import ReplicaState, ReplicaStatus
@@ -96,6 +98,42 @@ def view(plan: ReleasePlan | None) -> FleetView:
     )
 
 
+def of_release(found: FleetView) -> dict[str, Any]:
+    """What a release is judged by."""
+    app = Starlette(routes=found.routes())
+    with TestClient(app) as client:
+        return client.get("/fleet").json()["bundles"]
+
+
+def failed_call(digest: str) -> Call:
+    call = Call("i", "r", "/v1/completions", "m", digest, Caller(), False, [[1]], 1, 5, arrival=1.0)
+    call.error = ApiError(500, "engine")
+    return call
+
+
+def test_a_bundle_that_failed_is_judged_anew_when_it_is_tried_again() -> None:
+    """Planted: what it did at the first try counts, so it fails at once. Metrics never go back."""
+    canary = ReleasePlan(stable=OLD, candidate=NEW, share=0.25, phase="canary")
+    fleet = SimpleNamespace(plan=canary, counts=Counter(), replicas_wanted={}, statuses=list)
+    found = FleetView(cast(Any, fleet))
+    for plan, calls in (
+        (canary, 1),
+        (canary.model_copy(update={"share": 0.5, "phase": "rolling"}), 2),
+        (ReleasePlan(stable=OLD, phase="rolled back"), 3),
+        (canary, 1),
+    ):
+        fleet.plan = plan
+        found.ended(failed_call(NEW))
+        assert of_release(found)[NEW]["failed"] == calls
+    fleet.plan = ReleasePlan(stable=OLD, phase="rolled back")
+    assert of_release(found)
+    fleet.plan = canary
+    assert not of_release(found), "also where no call has ended since"
+    registry = CollectorRegistry()
+    registry.register(found)
+    assert f'tapeout:bundle_calls_total{{bundle="{NEW}"}} 4.0' in generate_latest(registry).decode()
+
+
 def test_a_release_is_shown_in_words() -> None:
     plan = ReleasePlan(stable=OLD, candidate=NEW, share=0.05, phase="canary", moving="tcp:h:0")
     assert view(plan).release() == (
@@ -124,10 +162,10 @@ def test_calls_count_for_their_bundle_where_the_service_answers_for_them(
     call = Call("i", "r", "/v1/completions", "m", NEW, Caller(), False, [[1]], 1, 5, arrival=1.0)
     call.error, call.cancelled, call.first_token = error, cancelled, 1.03
     found.ended(call)
-    figures = found.figures.get(NEW)
+    figures = of_release(found).get(NEW)
     assert (counted == (0, 0)) == (figures is None)
     if figures is not None:
-        assert (figures.calls, figures.failed, sum(figures.first_tokens)) == (*counted, 1)
+        assert (figures["calls"], figures["failed"], sum(figures["first_tokens"])) == (*counted, 1)
         registry = CollectorRegistry()
         registry.register(found)
         text = generate_latest(registry).decode()

@@ -17,7 +17,7 @@ from evals.check import Check, Fact, Findings, JudgedVerdict, Outcome
 from evals.items import read_items
 from evals.kind import Bounds, Evidence, EvidenceKind, EvidenceRecord, Report
 from evals.limits import at_least, at_most
-from evals.rules import Rule, counted, mean_above_largest, token_rules
+from evals.rules import Rule, counted, differing, mean_above_largest, token_rules
 from tapeout.artifact import Frozen, ParentTypes, load
 from tapeout.recipe import BaseRecipe, Count, Section
 
@@ -124,14 +124,25 @@ def draws_of(counts: Mapping[str, tuple[int, int]]) -> tuple[Draws, ...]:
     return tuple(Draws(settings=name, draws=draws, differ=differ) for name, (draws, differ) in counts.items())
 
 
+class ServingSettings(Section):
+    steps: Count = 8  # of decode at each length
+    answers: Count = 24
+    new_tokens: Count = 24
+    max_running: Count = 64  # sequences in a step; `tapeout serve` runs no more
+    step_tokens: Count = 256  # in a step with drafts
+    draft_tokens: Count = 8  # for a sequence in a step
+    pressed: Annotated[int, Field(ge=len(PRESSED))] = 45  # requests to the serving core with too few blocks
+
+
 class ServingReport(EvidenceRecord):
     """``max_running``: the largest batch, of which and of all below it steps were compared. ``draft_tokens``: the most
     that were fed to a sequence in a step, 0 where the engine takes none; at most ``step_tokens`` were to all together.
+    ``asked``: what the recipe asked for.
     """
 
     artifact_type: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
-    schema_version: ClassVar[int] = 7
+    schema_version: ClassVar[int] = 8
     parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -140,6 +151,7 @@ class ServingReport(EvidenceRecord):
 
     baseline: str
     candidate: str
+    asked: ServingSettings
     slots: int
     max_tokens: int
     max_running: int
@@ -149,16 +161,6 @@ class ServingReport(EvidenceRecord):
     items: int
     draws: tuple[Draws, ...]  # none where the bundle has no native library: then numpy draws
     pressure: Pressure
-
-
-class ServingSettings(Section):
-    steps: Count = 8  # of decode at each length
-    answers: Count = 24
-    new_tokens: Count = 24
-    max_running: Count = 64  # sequences in a step; `tapeout serve` runs no more
-    step_tokens: Count = 256  # in a step with drafts
-    draft_tokens: Count = 8  # for a sequence in a step
-    pressed: Annotated[int, Field(ge=len(PRESSED))] = 45  # requests to the serving core with too few blocks
 
 
 class ServingBounds(Bounds):
@@ -187,6 +189,10 @@ class ServingKind(EvidenceKind[ServingReport, ServedItem, ServingBounds]):
             }
         )
 
+    def deviations(self, report: Report[ServingReport, ServedItem], recipe: BaseRecipe) -> list[str]:
+        made, asked = report.record.asked.model_dump(), recipe.section(ServingSettings).model_dump()
+        return differing("ServingReport", {f"serving.{name}": (made[name], asked[name]) for name in asked})
+
     def problems(self, report: Report[ServingReport, ServedItem], evidence: Evidence) -> list[str]:
         record, items = report.record, report.items
         problems = counted("ServingReport", "items", len(items), record.items)
@@ -198,6 +204,11 @@ class ServingKind(EvidenceKind[ServingReport, ServedItem, ServingBounds]):
             problems.append(f"ServingReport has nothing on the path {MOVED!r}")
         problems += draw_problems("ServingReport", record.draws, any(one.level for one in evidence.hardware))
         problems += pressure_problems("ServingReport", record.pressure)
+        problems += [
+            f"ServingReport has {one.answers} answers under pressure with {one.settings}, not {wanted} as it claims"
+            for one in record.pressure.answers
+            if one.settings in PRESSED and one.answers != (wanted := pressed_answers(one.settings, record.asked))
+        ]
         if not any(item.float_kl_sum is not None and item.last == record.max_tokens - 1 for item in items):
             problems.append("ServingReport does not compare the last position with the float engine")
         return problems
@@ -334,6 +345,11 @@ def pressure_problems(name: str, pressure: Pressure) -> list[str]:
     if pressure.shares and not any(one.cached for one in pressure.answers):
         problems.append(f"{name} was not under pressure: no prompt was found again")
     return problems
+
+
+def pressed_answers(settings: str, asked: ServingSettings) -> int:
+    """Of one kind of :data:`PRESSED`: these take turns among the requests, and each request is answered twice."""
+    return 2 * len(range(PRESSED.index(settings), asked.pressed, len(PRESSED)))
 
 
 def pressure_check(pressure: Pressure, bounds: ServingBounds) -> Check:

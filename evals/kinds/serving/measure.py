@@ -88,6 +88,7 @@ def serving(
     record = ServingReport(
         baseline=baseline.digest,
         candidate=candidate.digest,
+        asked=settings,
         slots=candidate.slots,
         max_tokens=candidate.max_tokens,
         max_running=running,

@@ -6,12 +6,15 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.cli.shared import Artifacts, Json, Params, PrivateKey, PublicKey, Threads, show
 from tapeout.errors import ExitCode
+
+if TYPE_CHECKING:
+    from pipeline.registry.promotion import Move
 
 commands = typer.Typer()
 on_panel = partial(commands.command, rich_help_panel="Judge and release")
@@ -200,7 +203,7 @@ def promote(
     from pipeline.registry.promotion import promote as move
 
     done = move(load_recipe(params), version=version, expect_champion=expect_champion, bundle=bundle, online=online)
-    show(asdict(done), done.message, as_json)
+    show(asdict(done), _moved(done), as_json)
 
 
 @on_panel()
@@ -243,4 +246,14 @@ def rollback(params: Params = Path("params.yaml"), as_json: Json = False) -> Non
     from pipeline.registry.promotion import rollback as move
 
     done = move(load_recipe(params))
-    show(asdict(done), done.message, as_json)
+    show(asdict(done), _moved(done), as_json)
+
+
+def _moved(done: Move) -> str:
+    """A server follows the alias; the engines of a fleet have their bundles from the fleet's own release."""
+    if not done.changed:
+        return done.message
+    command = f"tapeout fleet release FILE models:/{done.model_name}/{done.champion} --gateway URL"
+    return (
+        f"{done.message}\n`tapeout serve` follows; a fleet does with `{command}`, unless one runs with --follow-seconds"
+    )

@@ -29,7 +29,8 @@ Drain = Annotated[
 def release(
     file: File,
     source: Annotated[
-        str, typer.Argument(help="The bundle as each engine opens it: a folder there, or models:/NAME/VERSION.")
+        str,
+        typer.Argument(help="The bundle as each engine opens it: a folder there, or models:/NAME/VERSION or @ALIAS."),
     ],
     gateway: GatewayUrls,
     share: Annotated[
@@ -48,12 +49,17 @@ def release(
     shadow_log: Annotated[
         Path | None, typer.Option(help="Folder of a shadow test of both bundles, which must pass as well.")
     ] = None,
+    follow_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="Go on, and look so often whether the alias has moved, to release that; 0: once."),
+    ] = 0.0,
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
     """Give every engine another bundle, one at a time, if a canary shows it to be sound: 0 PASS, 1 FAIL, 3 undecided.
 
     After a FAIL the canary's engine has its old bundle again. Run it again to go on. No request fails.
+    `tapeout promote` alone changes no engine: `--follow-seconds` releases what it makes champion.
 
     Example: `tapeout fleet release fleet.yaml models:/smollm2/7 --gateway http://localhost:8000`
     """
@@ -70,6 +76,8 @@ def release(
         api_key=api_key,
         bounds=bounds,
     )
+    if follow_seconds:
+        command.follow(file, source, gateway, options, follow_seconds)
     verdict, code = command.run(file, source, gateway, options)
     show(verdict._asdict(), f"{verdict.outcome.value}: {verdict.reason}", as_json)
     raise typer.Exit(code)

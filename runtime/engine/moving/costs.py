@@ -6,6 +6,7 @@ BYTES_PER_SECOND = 500e6  # of a link that was not used yet; loopback has twice 
 FIXED_SECONDS = 0.003  # of a fetch, whatever its size
 WEIGHT = 0.3  # of the last measurement
 MEASURED_BYTES = 1 << 20  # fetches of less say nothing about speed
+MOST_LINKS = 64  # whose speeds are known: addresses change where engines come and go
 PAUSE_SECONDS = 5.0  # that nothing is fetched over a link that has failed
 
 
@@ -14,7 +15,7 @@ class LinkCosts:
 
     def __init__(self, block_bytes: int, block_tokens: int) -> None:
         self._bytes, self._tokens = block_bytes, block_tokens
-        self._speeds: dict[str, float] = {}
+        self._speeds: dict[str, float] = {}  # those that were measured last at the end
         self._paused: dict[str, float] = {}  # until when
 
     @property
@@ -44,8 +45,10 @@ class LinkCosts:
         if seconds <= 0 or blocks * self._bytes < MEASURED_BYTES:
             return
         speed = blocks * self._bytes / max(seconds - FIXED_SECONDS, 0.1 * seconds)
-        before = self._speeds.get(address)
+        before = self._speeds.pop(address, None)
         self._speeds[address] = speed if before is None else before + WEIGHT * (speed - before)
+        if len(self._speeds) > MOST_LINKS:
+            del self._speeds[next(iter(self._speeds))]
 
     def paused_until(self, address: str) -> float:
         """Until when nothing is fetched there."""

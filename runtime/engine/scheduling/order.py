@@ -109,7 +109,8 @@ class ServiceOrder:
             return None
         # Where steps are long, a prompt of others would need many short rests, each behind such a step.
         longest = max(self._limits.rest_seconds, REST_STEPS * decode_seconds)
-        left = min((sequence.last for sequence in resting), default=now) + longest - now
+        # One whose first token is still being computed has none that is long ago.
+        left = min((sequence.last or now for sequence in resting), default=now) + longest - now
         least = LEAST_REST * longest
         if own := [sequence.pending for sequence in self.light(prompts)]:
             least = min(least, min(own) * prompt_seconds)

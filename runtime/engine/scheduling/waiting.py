@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, merge
 
 from runtime.engine.scheduling.order import Group, Rank
 from runtime.engine.scheduling.sequence import ScheduledSequence
@@ -22,6 +22,7 @@ class WaitingQueue:
         self._rank = rank
         self._sequences: dict[str, ScheduledSequence] = {}
         self._places: dict[Group, list[tuple[float, str]]] = {}  # arrival and id, the earliest first
+        self._counts, self._sums = Counter[str](), Counter[str]()  # requests and their tokens, by tenant
         self.tokens = 0
 
     @property
@@ -41,12 +42,12 @@ class WaitingQueue:
 
     def add(self, sequence: ScheduledSequence) -> None:
         self._sequences[sequence.id] = sequence
-        self.tokens += len(sequence.tokens)
+        self._count(sequence, 1)
         insort(self._places.setdefault((sequence.tenant, sequence.priority), []), (sequence.arrival, sequence.id))
 
     def remove(self, sequence: ScheduledSequence) -> None:
         del self._sequences[sequence.id]
-        self.tokens -= len(sequence.tokens)
+        self._count(sequence, -1)
         group = sequence.tenant, sequence.priority
         places = self._places[group]
         del places[bisect_left(places, (sequence.arrival, sequence.id))]
@@ -102,30 +103,52 @@ class WaitingQueue:
         """Each of the tenant that has most of what is short, places or tokens, as long as that tenant then has no less
         than the request's own: none can keep others out by what it sends.
         """
-        if len({tenant for tenant, _ in self._places} | {request.tenant}) < 2:
+        own = request.tenant
+        if len(self._counts.keys() | {own}) < 2:
             return None
-        counts, sums, leaves = Counter[str](), Counter[str](), dict[str, list[ScheduledSequence]]()
-        for sequence in self._sequences.values():
-            counts[sequence.tenant] += 1
-            sums[sequence.tenant] += len(sequence.tokens)
-            if sequence.priority >= request.priority and not (sequence.started or sequence.answered):
-                leaves.setdefault(sequence.tenant, []).append(sequence)
-        for sequences in leaves.values():
-            sequences.sort(key=lambda sequence: (sequence.arrival, sequence.id))
-        found, own = list[ScheduledSequence](), request.tenant
-        while counts.total() >= limits.max_waiting or sums.total() + needed > limits.max_waiting_tokens:
-            places = counts.total() >= limits.max_waiting
-            short, more = (counts, 1) if places else (sums, needed)
-            tenant = max([one for one in leaves if leaves[one]], key=short.__getitem__, default=own)
+        # Where a queue is full, each request that comes asks this: it must not look at all that wait.
+        latest = self._latest(request.priority)
+        leaves = {tenant: last for tenant, sequences in latest.items() if (last := next(sequences, None)) is not None}
+        counts, sums, found = Counter(self._counts), Counter(self._sums), list[ScheduledSequence]()
+        count, tokens = len(self._sequences), self.tokens + needed
+        while count >= limits.max_waiting or tokens > limits.max_waiting_tokens:
+            short, more = (counts, 1) if count >= limits.max_waiting else (sums, needed)
+            tenant = max(leaves, key=lambda one: (short[one], one), default=own)
             if tenant == own:
                 return None
-            last = leaves[tenant].pop()
+            last = leaves.pop(tenant)
+            if (following := next(latest[tenant], None)) is not None:
+                leaves[tenant] = following
             counts[tenant] -= 1
             sums[tenant] -= len(last.tokens)
             if short[tenant] < short[own] + more:
                 return None
             found.append(last)
+            count, tokens = count - 1, tokens - len(last.tokens)
         return found
+
+    def _latest(self, priority: int) -> dict[str, Iterator[ScheduledSequence]]:
+        """By tenant, the latest first: those of this priority and lower ones that may lose their place."""
+        places = dict[str, list[Iterator[tuple[float, str]]]]()
+        for (tenant, own), waiting in self._places.items():
+            if own >= priority:
+                places.setdefault(tenant, []).append(reversed(waiting))
+
+        def sequences(found: list[Iterator[tuple[float, str]]]) -> Iterator[ScheduledSequence]:
+            for _, id in merge(*found, reverse=True):
+                sequence = self._sequences[id]
+                if not (sequence.started or sequence.answered):
+                    yield sequence
+
+        return {tenant: sequences(found) for tenant, found in places.items()}
+
+    def _count(self, sequence: ScheduledSequence, sign: int) -> None:
+        tenant, tokens = sequence.tenant, sign * len(sequence.tokens)
+        self.tokens += tokens
+        self._counts[tenant] += sign
+        self._sums[tenant] += tokens
+        if not self._counts[tenant]:
+            del self._counts[tenant], self._sums[tenant]
 
     def _below(self, priority: int, now: float) -> list[ScheduledSequence]:
         """Sequences of lower priorities, the lowest rank first."""
@@ -135,4 +158,5 @@ class WaitingQueue:
     def check(self) -> None:
         """The bookkeeping adds up; for tests."""
         assert sorted(id for places in self._places.values() for _, id in places) == sorted(self._sequences)
-        assert self.tokens == sum(len(sequence.tokens) for sequence in self._sequences.values())
+        assert self.tokens == sum(len(sequence.tokens) for sequence in self._sequences.values()) == self._sums.total()
+        assert self._counts == Counter(sequence.tenant for sequence in self._sequences.values())

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from runtime.gateway.engines.unread import Unread
 from runtime.wire.messages import Delta, EngineInfo, EngineStats, GenerateRequest
 from runtime.wire.start import EngineSettings
 from tapeout.errors import TapeoutError
@@ -53,6 +54,11 @@ class EngineClient(OpenEngine, Protocol):
         ...
 
     @property
+    def unread(self) -> Unread:
+        """What engines have sent and clients have not read."""
+        ...
+
+    @property
     def ready(self) -> bool:
         """The engine takes requests: it is open, and neither draining nor being started again."""
         ...
@@ -77,7 +83,8 @@ class EngineClient(OpenEngine, Protocol):
         the bundle that it was encoded for, likewise; empty: that of :attr:`info`.
 
         :class:`RequestError` for a request that can never run, :class:`runtime.wire.limits.QueueFullError` without room
-        in the queue, :class:`EngineDownError` if the engine ends meanwhile.
+        in the queue, :class:`EngineDownError` if the engine ends meanwhile,
+        :class:`runtime.gateway.engines.unread.SlowReaderError` if too many deltas wait to be taken.
         """
         ...
 

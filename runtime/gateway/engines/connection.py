@@ -14,13 +14,13 @@ from time import monotonic
 from typing import Any
 
 from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.engines.unread import DeltaStream, Unread
 from runtime.wire.codec import WireError, encode, encode_checked
 from runtime.wire.failures import Failure
 from runtime.wire.messages import (
     Add,
     Cancel,
     Command,
-    Delta,
     EngineInfo,
     EngineStats,
     FilePart,
@@ -39,52 +39,18 @@ PART_SECONDS = 30.0  # that a part of a file may take: an engine sends it betwee
 logger = logging.getLogger(__name__)
 
 
-class DeltaStream:
-    """The deltas of one request that nobody has taken yet."""
-
-    def __init__(self, id: str) -> None:
-        self.id = id
-        self._deltas: list[Delta] = []
-        self._error: TapeoutError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def push(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-        self._wake()
-
-    def fail(self, error: TapeoutError) -> None:
-        self._error = error
-        self._wake()
-
-    async def next(self) -> list[Delta]:
-        """At least one delta, in order; the request's error once there are no more."""
-        if not self._deltas and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        deltas, self._deltas = self._deltas, []
-        if not deltas:
-            assert self._error is not None
-            raise self._error
-        return deltas
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class EngineConnection(asyncio.Protocol, ABC):
     """``name``: of the engine in messages. ``bundle``: what was asked for. ``key``: see :class:`Session`.
 
     :meth:`open` comes first. Whatever goes wrong, :meth:`fail` ends the connection and all its requests, once.
+    ``unread``: of all connections of a server, if it has several.
     """
 
     remedy = ""  # once the engine is down
 
     def __init__(self, name: str, bundle: str, key: bytes = b"") -> None:
         self.name, self.bundle = name, bundle
+        self.unread = Unread()
         self.stats = EngineStats()
         self.down = False
         self.leaving = False  # the engine is about to open another bundle
@@ -154,7 +120,7 @@ class EngineConnection(asyncio.Protocol, ABC):
         if request.id in self._streams:
             raise RequestError(f"request {request.id} is there already", expected="an id of its own")
         self._write(encode_checked(Add(request, age, source)))
-        stream = self._streams[request.id] = DeltaStream(request.id)
+        stream = self._streams[request.id] = self._stream(request.id)
         self.idle.clear()
         return stream
 
@@ -167,11 +133,12 @@ class EngineConnection(asyncio.Protocol, ABC):
                     pass
         except TimeoutError:
             raise self._down("gives no token") from None
+        finally:
+            stream.leave()
 
-    def abandon(self, stream: DeltaStream) -> None:
-        """Nobody waits for a request any more: cancel it, unless it has ended."""
-        if self._streams.get(stream.id) is stream:
-            self.send(Cancel(stream.id))
+    def runs(self, stream: DeltaStream) -> bool:
+        """Its engine has not ended it."""
+        return self._streams.get(stream.id) is stream
 
     def cancel_all(self) -> None:
         for id in self._streams:
@@ -246,6 +213,14 @@ class EngineConnection(asyncio.Protocol, ABC):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.fail("has ended")
+
+    def _stream(self, id: str) -> DeltaStream:
+        return DeltaStream(id, self.unread, self._cancel)
+
+    def _cancel(self, stream: DeltaStream) -> None:
+        """Unless it has ended."""
+        if self.runs(stream):
+            self.send(Cancel(stream.id))
 
     def _since(self, then: float) -> float:
         return 0.0 if self.serves and self._arrived.poll(0) else monotonic() - then

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from runtime.gateway.engines.client import EngineDownError, Opened
 from runtime.gateway.engines.connection import EngineConnection
+from runtime.gateway.engines.unread import Unread
 from runtime.wire.messages import Delta, EngineInfo, EngineStats, GenerateRequest
 from runtime.wire.start import EngineSettings
 from tapeout.errors import TapeoutError
@@ -38,6 +39,7 @@ class ReopeningClient(ABC, Generic[C]):
         self._quiet_seconds, self._stuck_seconds, self._open_seconds = quiet_seconds, stuck_seconds, open_seconds
         self._current = current
         self._connections = {current}
+        self.unread = Unread()
         self._opened: Opened | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()  # of the current connection
@@ -98,7 +100,7 @@ class ReopeningClient(ABC, Generic[C]):
                     if delta.finish_reason is not None:
                         return
         finally:
-            connection.abandon(stream)
+            stream.leave()
 
     def level_of(self, id: str) -> str:
         return ""
@@ -137,6 +139,7 @@ class ReopeningClient(ABC, Generic[C]):
     async def _open(self, new: C, *, probe: bool = False) -> None:
         """``probe``: ask it for a token, too. An engine that opens can still fail in its first step."""
         self._connections.add(new)
+        new.unread = self.unread
         try:
             await new.open(self._open_seconds)
             if probe:

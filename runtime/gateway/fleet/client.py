@@ -20,9 +20,10 @@ from random import Random
 from time import monotonic
 
 from runtime.gateway.engines.client import EngineDownError, Opened
+from runtime.gateway.engines.unread import Unread
 from runtime.gateway.fleet.change import Change
 from runtime.gateway.fleet.discovery import Discovery
-from runtime.gateway.fleet.flight import Flight, MovedError, seeded
+from runtime.gateway.fleet.flight import ElsewhereError, Flight, MovedError, seeded
 from runtime.gateway.fleet.members import Members
 from runtime.gateway.fleet.moves import Moves
 from runtime.gateway.fleet.release import ReleasePlan
@@ -118,6 +119,10 @@ class FleetClient:
         return self._stats
 
     @property
+    def unread(self) -> Unread:
+        return self._members.unread
+
+    @property
     def ready(self) -> bool:
         return not self._draining and self._members.ready
 
@@ -182,6 +187,7 @@ class FleetClient:
         self._flights.add(flight)
         refused: set[Replica] = set()
         failures = 0  # in turn, without a token between
+        lost_before = False  # it had no token yet when its engine was lost
         try:
             while True:
                 option = await self._place(flight, refused)
@@ -209,7 +215,10 @@ class FleetClient:
                     if flight.answered and not connection.resumes(request):
                         self.counts["lost"] += 1
                         raise _cannot_resume(error) from error
-                    self._require_another(flight, failures, error)
+                    # Many may wait at an engine that is lost, and none of them is to blame: the first time is free.
+                    free = not lost_before and (connection.down or isinstance(error, ElsewhereError))
+                    lost_before = lost_before or not flight.answered
+                    self._require_another(flight, failures, error, free=free)
                 except RequestError as error:
                     refused.add(replica)
                     failures += 1
@@ -271,7 +280,7 @@ class FleetClient:
     def _candidates(self, flight: Flight, refused: set[Replica]) -> list[Replica]:
         return flight.candidates(self._members.listed.values(), refused)
 
-    def _require_another(self, flight: Flight, failures: int, error: EngineDownError) -> None:
+    def _require_another(self, flight: Flight, failures: int, error: EngineDownError, *, free: bool) -> None:
         """Raises the error where a request that has lost its engine has no other attempt."""
         if self._ended:
             raise _shutting_down()
@@ -282,6 +291,8 @@ class FleetClient:
                 self.counts["lost"] += 1
                 raise error
             self.counts["resumptions"] += 1
+        elif free:
+            self.counts["retries"] += 1
         else:
             self._require_retry(failures, error)
 
@@ -320,6 +331,8 @@ class FleetClient:
 
     def _replica_changed(self, replica: Replica) -> None:
         self._moves.leave_silent(replica)
+        if replica.lingers:
+            self._moves.leave_draining(replica)
         if replica.state is ReplicaState.READY and not replica.suspected:
             self._moves.warm(replica)
         self._change.notify()

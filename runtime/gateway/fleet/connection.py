@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from runtime.gateway.engines.connection import DeltaStream, EngineConnection
+from runtime.gateway.engines.connection import EngineConnection
 from runtime.gateway.engines.remote import RemoteEngine
+from runtime.gateway.engines.unread import DeltaStream
 from runtime.wire.messages import EngineStats, GenerateRequest, StepReport
 from tapeout.errors import TapeoutError
 
@@ -33,7 +34,7 @@ class FleetConnection(EngineConnection):
 
     def give_up(self, stream: DeltaStream, error: TapeoutError) -> None:
         """Cancel a request that goes on elsewhere; what has come of it can still be read, then the error."""
-        self.abandon(stream)
+        self._cancel(stream)
         if self._streams.pop(stream.id, None) is stream:
             stream.fail(error)
         if not self._streams:

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runtime.gateway.engines.client import EngineDownError
-from runtime.gateway.engines.connection import DeltaStream
+from runtime.gateway.engines.unread import DeltaStream
 from runtime.gateway.fleet.connection import FleetConnection
 from runtime.wire.limits import QueueFullError
 from runtime.wire.messages import (
@@ -114,7 +114,7 @@ class ExternalConnection(FleetConnection):
         self._require_possible(request)
         if not self.serves:
             raise EngineDownError(f"{self.name} is not open", remedy=self.remedy)
-        stream = self._streams[request.id] = DeltaStream(request.id)
+        stream = self._streams[request.id] = self._stream(request.id)
         self.idle.clear()
         self._received += 1
         task = self._running[request.id] = asyncio.create_task(self._answer_to(request, age))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from runtime.gateway.engines.client import EngineDownError
-from runtime.gateway.engines.connection import DeltaStream
+from runtime.gateway.engines.unread import DeltaStream
 from runtime.gateway.fleet.connection import FleetConnection
 from runtime.gateway.fleet.replica import Replica
 from runtime.wire.block_keys import block_keys
@@ -76,7 +76,11 @@ class Flight:
         return self._keys
 
     def runs_on(self, replica: Replica) -> bool:
-        return self.replica is replica and self.connection is not None and self.connection is replica.connection
+        """Also where the client has not read yet what came, but not where that is all."""
+        connection = self.connection
+        if connection is None or self.stream is None:
+            return False
+        return self.replica is replica and connection is replica.connection and connection.runs(self.stream)
 
     def next_request(self) -> GenerateRequest:
         """What the next engine gets. Its id is new: the engine before may still have the old one.
@@ -120,8 +124,8 @@ class Flight:
         self.progress.set()
 
     def cancel(self) -> None:
-        if self.connection is not None and self.stream is not None:
-            self.connection.abandon(self.stream)
+        if self.stream is not None:
+            self.stream.cancel()
 
     def keep_blocks(self) -> None:
         """Where it goes next, its blocks are to be fetched from the engine that it is on, if that hands them out."""
@@ -129,7 +133,8 @@ class Flight:
             self.left = self.replica.address
 
     def leave(self) -> None:
-        self.cancel()
+        if self.stream is not None:
+            self.stream.leave()
         self.replica = self.connection = self.stream = None
 
     def give_up(self, error: TapeoutError) -> None:

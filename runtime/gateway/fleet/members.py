@@ -10,10 +10,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from runtime.gateway.engines.client import Opened, OpenEngine
+from runtime.gateway.engines.unread import Unread
 from runtime.gateway.fleet.connection import FleetConnection, ReplicaConnection
 from runtime.gateway.fleet.discovery import Discovery, Listing
 from runtime.gateway.fleet.external import ExternalConnection
@@ -43,6 +45,7 @@ class Members:
         changed: Callable[[Replica], None],
         left: Callable[[Replica], None],
     ) -> None:
+        self.unread = Unread()
         self.listed: dict[str, Replica] = {}
         self.leaving: set[Replica] = set()
         self.listing: Listing | None = None
@@ -99,6 +102,11 @@ class Members:
         listed = {replica.digest for replica in self.listed.values() if not replica.lingers}
         found = self._choice.choose(opening, self.plan, self.info.digest, ready, listed)
         return self._info_of(found) if found in self._infos else self.info
+
+    def _new(self, connect: _Connect) -> FleetConnection:
+        connection = connect()
+        connection.unread = self.unread
+        return connection
 
     def _became(self, replica: Replica) -> None:
         if replica.state is ReplicaState.GONE:
@@ -173,7 +181,7 @@ class Members:
         for address, connect in wanted.items():
             if address not in self.listed:
                 self.listed[address] = Replica(
-                    address, connect, self._patience, self._router, self._admit, self._became
+                    address, partial(self._new, connect), self._patience, self._router, self._admit, self._became
                 )
         before, self.listing = self.listing, listing
         if before is None:

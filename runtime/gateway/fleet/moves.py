@@ -1,4 +1,5 @@
-"""Requests that leave an engine before they have ended: one that drains, one for prompts, or one that is silent.
+"""Requests that leave an engine before they have ended: one that drains, such as one that is about to open another
+bundle, one for prompts, or one that is silent.
 
 Where the engine is sound, the next one fetches the request's blocks while it still runs here, and the request changes
 over once they are there. What lies behind its last full block is computed there. Of an engine for prompts blocks are
@@ -17,7 +18,7 @@ from runtime.gateway.fleet.change import Change
 from runtime.gateway.fleet.connection import FleetConnection
 from runtime.gateway.fleet.flight import ElsewhereError, Flight, MovedError
 from runtime.gateway.fleet.members import Members
-from runtime.gateway.fleet.replica import Replica, ReplicaState
+from runtime.gateway.fleet.replica import Replica
 from runtime.gateway.fleet.retries import BUDGET_SPARE, RetryBudget, retry_seconds
 from runtime.gateway.routing.router import FleetRouter
 from runtime.wire.messages import FetchAhead, WarmUp
@@ -44,6 +45,7 @@ class Moves:
         self._flights, self._members, self._router, self._change = flights, members, router, change
         self._budget, self._random = budget, Random()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._emptied: set[FleetConnection] = set()  # of engines that drain
         self._crossing = 0  # tokens to be computed for requests that left an engine that drains, and have no token yet
 
     def close(self) -> None:
@@ -77,16 +79,20 @@ class Moves:
 
     def leave_draining(self, replica: Replica) -> None:
         """Have the requests on an engine that drains go on elsewhere, where there is such a place. Blocks of all of
-        them are fetched while they go on, and few change over at one time, so that none waits for many others.
+        them are fetched while they go on, and few change over at one time, so that none waits for many others. Nothing
+        happens if they do so already.
         """
-        self._start(self._drain(replica))
+        connection = replica.connection
+        if connection is not None and connection not in self._emptied:
+            self._emptied.add(connection)
+            self._start(self._drain(replica, connection))
 
     def _start(self, moving: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(moving)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _drain(self, replica: Replica) -> None:
+    async def _drain(self, replica: Replica, connection: FleetConnection) -> None:
         begun = set[Flight]()
 
         async def move(flight: Flight) -> None:
@@ -95,12 +101,13 @@ class Moves:
             finally:
                 begun.discard(flight)
 
-        while replica.state is not ReplicaState.GONE:
+        while replica.connection is connection:
             for flight in list(self._flights):
                 if flight not in begun and self._can_move(flight, replica):
                     begun.add(flight)
                     self._start(move(flight))
             await self._change.wait(LOOK_SECONDS)
+        self._emptied.discard(connection)
 
     async def _move_away(self, flight: Flight, replica: Replica) -> None:
         """From an engine that drains."""
@@ -240,7 +247,7 @@ class Moves:
         return self._members.listed[option.engine]
 
     def _stays(self, replica: Replica) -> bool:
-        return self._members.listed.get(replica.address) is replica
+        return self._members.listed.get(replica.address) is replica and not replica.lingers
 
     def _computes_prompt(self, flight: Flight, replica: Replica) -> bool:
         """One that leaves the list, or drains, computes it for nobody who would go on from there."""

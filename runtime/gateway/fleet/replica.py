@@ -150,23 +150,28 @@ class Replica:
     async def _run(self) -> None:
         while not self._leaving.is_set():
             self._become(ReplicaState.HALF_OPEN if self.failures else ReplicaState.CONNECTING)
-            connection = self._connect()
             try:
-                await self._open(connection)
-                await self._watch(connection)
-            except Exception as error:  # of any kind: an engine that answers nonsense must not end the watch
-                if connection.leaving:
-                    self._reopens()
-                else:
-                    self._failed(error)
-            finally:
-                if not self._leaving.is_set():  # else the address may be another replica's by now
-                    self._router.leave(self.address)
-                self.connection = None
-                await connection.close()
+                await self._follow(self._connect())
+            except Exception as error:  # of any kind: an address or an engine that is nonsense must not end the watch
+                self._failed(error)
             if not self._leaving.is_set():
                 await self._pause(probe_seconds(max(self.failures, 1), self._random))
         self._become(ReplicaState.GONE)
+
+    async def _follow(self, connection: FleetConnection) -> None:
+        """Until it has drained, or is about to open another bundle. Raises where it fails."""
+        try:
+            await self._open(connection)
+            await self._watch(connection)
+        except Exception:
+            if not connection.leaving:
+                raise
+            self._reopens()
+        finally:
+            if not self._leaving.is_set():  # else the address may be another replica's by now
+                self._router.leave(self.address)
+            self.connection = None
+            await connection.close()
 
     async def _open(self, connection: FleetConnection) -> None:
         await connection.open(self._patience.open)

@@ -118,16 +118,17 @@ def _require_success(delta: Delta) -> None:
 
 async def _merged(streams: Sequence[AsyncGenerator[ResponseChunk]]) -> AsyncGenerator[ResponseChunk]:
     """The chunks of several streams in the order in which they come; the first error ends all of them."""
-    queue: asyncio.Queue[ResponseChunk | Exception | None] = asyncio.Queue()
+    # Few: what a slow client has not read waits in the streams, which have limits.
+    queue: asyncio.Queue[ResponseChunk | Exception | None] = asyncio.Queue(len(streams))
 
     async def read(stream: AsyncGenerator[ResponseChunk]) -> None:
         try:
             async with aclosing(stream):
                 async for chunk in stream:
-                    queue.put_nowait(chunk)
-            queue.put_nowait(None)
+                    await queue.put(chunk)
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(read(stream)) for stream in streams]
     try:

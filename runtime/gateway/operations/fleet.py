@@ -65,16 +65,28 @@ class FleetView(Collector, Hook):
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.figures: dict[str, BundleFigures] = {}  # by digest
+        self._figures: dict[str, BundleFigures] = {}  # by digest
+        self._in_release: dict[str, BundleFigures] = {}  # of those, since the last release began
+        self._candidate = ""  # of that
 
     def ended(self, call: Call) -> None:
         if call.cancelled or (call.error is not None and call.error.status < SERVER_FAULT):
             return
-        found = self.figures.setdefault(call.digest, BundleFigures())
-        found.calls += 1
-        found.failed += call.error is not None
-        if call.first_token is not None:
-            found.first_tokens[bisect_left(TTFT_BUCKETS, call.first_token - call.arrival)] += 1
+        for figures in (self._figures, self._of_release()):
+            found = figures.setdefault(call.digest, BundleFigures())
+            found.calls += 1
+            found.failed += call.error is not None
+            if call.first_token is not None:
+                found.first_tokens[bisect_left(TTFT_BUCKETS, call.first_token - call.arrival)] += 1
+
+    def _of_release(self) -> dict[str, BundleFigures]:
+        """What the verdict is reached on: a bundle that failed once is judged anew when it is tried again."""
+        candidate = "" if self._fleet.plan is None else self._fleet.plan.candidate
+        if candidate != self._candidate:
+            self._candidate = candidate
+            if candidate:
+                self._in_release = {}
+        return self._in_release
 
     def collect(self) -> Iterator[Metric]:
         states = GaugeMetricFamily(
@@ -90,7 +102,7 @@ class FleetView(Collector, Hook):
         yield wanted
         calls = CounterMetricFamily("tapeout:bundle_calls", "Calls that a bundle has answered.", labels=["bundle"])
         failed = CounterMetricFamily("tapeout:bundle_failed_calls", "Of those, with a fault.", labels=["bundle"])
-        for digest, figures in self.figures.items():
+        for digest, figures in self._figures.items():
             calls.add_metric([digest], figures.calls)
             failed.add_metric([digest], figures.failed)
         yield from (calls, failed)
@@ -157,7 +169,7 @@ class FleetView(Collector, Hook):
             body = {
                 "replicas": self.replicas(),
                 "release": None if plan is None else plan.model_dump(),
-                "bundles": {digest: asdict(figures) for digest, figures in self.figures.items()},
+                "bundles": {digest: asdict(figures) for digest, figures in self._of_release().items()},
                 **{name: self._fleet.counts[name] for name in FLEET_COUNTERS},
             }
             return JsonResponse(body, headers={"Cache-Control": "no-store"})

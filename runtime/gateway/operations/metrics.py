@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -29,6 +29,7 @@ from runtime.gateway.engines.client import EngineClient
 from runtime.gateway.operations.engine_metrics import ENGINE_COUNTERS, EngineCollector, EngineSeries
 from runtime.gateway.operations.window import Window
 from runtime.gateway.protocol.calls import Call, Hook
+from runtime.gateway.protocol.errors import SLOW_READER
 from runtime.wire.messages import EngineStats
 
 # vLLM's buckets, and smaller ones for small models.
@@ -151,6 +152,7 @@ class Metrics(Hook):
         )
         for reason in ("stop", "length", "abort", "timeout", "error"):
             self.success.labels(model, "0", reason)  # a rate over a series that is not there is no number
+        self.registry.register(_UnreadCollector(client))
         self.registry.register(EngineCollector(model, read_bandwidth, engine_series or self._one_engine))
 
     def admit(self, call: Call) -> None:
@@ -243,9 +245,23 @@ class Metrics(Hook):
 
 def unfinished(call: Call) -> str:
     """Why a choice has no finish reason, as vLLM names it."""
-    if call.error is None:
+    if call.error is None or call.error.code == SLOW_READER:
         return "abort"
     return "timeout" if call.error.status == 408 else "error"
+
+
+class _UnreadCollector(Collector):
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        unread = self._client.unread
+        yield GaugeMetricFamily(
+            "tapeout:unread_bytes", "Of tokens that slow clients have not read yet.", value=unread.bytes
+        )
+        yield CounterMetricFamily(
+            "tapeout:slow_readers", "Requests that were ended for the client read too slowly.", value=unread.ended
+        )
 
 
 class _PlainHistogram(Collector):

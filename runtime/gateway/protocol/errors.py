@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from runtime.gateway.engines.client import EngineDownError
+from runtime.gateway.engines.unread import SlowReaderError
 from runtime.wire.limits import QueueFullError
 from tapeout.errors import RequestError, one_line
 
@@ -25,6 +26,7 @@ _TYPES = {
 }
 SHOWN_CHARACTERS = 120
 MESSAGE_CHARACTERS = 1800
+SLOW_READER = "slow_reader"  # a code
 RETRY_SECONDS = 1  # where nothing is known of when there will be room
 
 
@@ -91,6 +93,8 @@ def from_exception(error: BaseException) -> ApiError:
                 code="engine_down",
                 headers={"retry-after": str(RETRY_SECONDS)},
             )
+        case SlowReaderError():
+            return invalid(one_line(error, MESSAGE_CHARACTERS), code=SLOW_READER)
         case RequestError():
             return invalid(one_line(error, MESSAGE_CHARACTERS))
         case _:
