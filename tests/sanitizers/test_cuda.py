@@ -23,8 +23,8 @@ from tests.unit import test_cuda_rows as rows
 
 ROOT = Path(__file__).parents[2]
 CHECKED = tuple(f"tests/unit/test_cuda_{name}.py" for name in ("rows", "linear", "attention", "choose"))
-FEW_AND_MANY = "linear and test_a_token_has_the_same_bits and 4-F16"
-SMALL = "(rows and 0-) or (sorted and 0-7) or equals_its_reference and (F16 and True or window) or order_of_threads"
+FEW_AND_MANY = "linear and any_batch[4]"
+SMALL = "(rows and [0) or (sorted and 0-7) or equals_its_reference and (linear or window) or order_of_threads"
 
 
 @pytest.fixture(scope="module")
