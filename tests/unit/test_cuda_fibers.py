@@ -132,7 +132,7 @@ def test_shared_memory_is_of_nans_for_every_block(library: Path) -> None:
         ("some_meet", 32, "threads of a block wait for others that do not come"),
         ("others_meet", 32, "lanes of a warp meet at different instructions"),
         ("no_such", 32, "no kernel of this name"),
-        ("multiply_F16", 64, "a block of so many threads"),
+        ("multiply", 64, "a block of so many threads"),
         ("shuffles", 33, "a block of so many threads"),
     ],
 )
