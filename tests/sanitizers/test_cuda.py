@@ -556,7 +556,7 @@ WRONG = {
         "rows.cu", "i < fourths; i += NORM_THREADS) add_squares", "i < 0; i += NORM_THREADS) add_squares", wide_norm
     ),
     "channels of a norm that registers hold have the first weights": Wrong(
-        "rows.cu", "if (i < fourths) weights[j] = weight[i];", "if (i < fourths) weights[j] = weight[threadIdx.x];",
+        "rows.cu", "weights[j] = weight[i];", "weights[j] = weight[threadIdx.x];",
         norm,
     ),
     "keys and values are loaded before new ones are written": Wrong(

@@ -83,11 +83,11 @@ __device__ __forceinline__ void linear_wide(const BlockLinear& p) {
   };
 
 #pragma unroll
+  for (int i = 0; i < STAGES - 1; i++)
+    if (first + i < end) copy_weights(first + i, stages[i]);
+#pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
-    if (first + i < end) {
-      copy_weights(first + i, stages[i]);
-      copy_activations(first + i, stages[i]);
-    }
+    if (first + i < end) copy_activations(first + i, stages[i]);
     end_of_copies();
   }
 

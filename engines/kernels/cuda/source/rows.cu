@@ -57,11 +57,6 @@ KERNEL(norm_rows, Norm, NORM_THREADS, 2) {
   const int fourths = p.K / 4, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const float4* weight = reinterpret_cast<const float4*>(p.weight);
   float4 weights[NORM_HELD], sums[NORM_HELD];
-#pragma unroll
-  for (int j = 0; j < NORM_HELD; j++) {
-    const int i = j * NORM_THREADS + (int)threadIdx.x;
-    if (i < fourths) weights[j] = weight[i];
-  }
   const int64_t row = blockIdx.x, token = p.rows ? p.rows[row] : row;
   if (token < 0 || token >= p.M) return; /* of the whole block */
   const float4* a = reinterpret_cast<const float4*>(p.a) + token * fourths;
@@ -82,7 +77,7 @@ KERNEL(norm_rows, Norm, NORM_THREADS, 2) {
 #pragma unroll
   for (int j = 0; j < NORM_HELD; j++) {
     const int i = j * NORM_THREADS + (int)threadIdx.x;
-    if (i < fourths) sums[j] = sum_at(i);
+    if (i < fourths) sums[j] = sum_at(i), weights[j] = weight[i];
   }
 #pragma unroll
   for (int j = 0; j < NORM_HELD; j++)
