@@ -1,7 +1,7 @@
 """Kernels for GPUs run as fibers on the CPU: memory, launches, and references in numpy.
 
 Every tensor is a heap block of its own, of exactly its size, so that AddressSanitizer sees what goes beyond. Outputs
-and scratch start as NaNs; what kernels before give is NaNs until a kernel waits for them. With ``ON_DRIVER`` kernels
+and scratch start as NaNs. With ``ON_DRIVER`` kernels
 are launched through a driver, on a GPU where there is one (benchmarks/gpu): a tensor is then pinned memory of the host,
 which kernels reach at its own address.
 
@@ -26,7 +26,6 @@ from engines.kernels.cuda.parameters import LINEAR_SLICES, BlockLinear, Quantize
 from tapeout.quantized import QuantizedWeight
 
 Array = NDArray[Any]
-TYPES = ("F16", "BF16")
 ORDERS = (0, 1, 7)  # of fibers: first thread first, last first, shuffled
 OTHER_LIBRARY = "TAPEOUT_TEST_CUDA_LIBRARY"
 ON_DRIVER, MACHINE_CODE = "TAPEOUT_TEST_CUDA_DRIVER", "TAPEOUT_TEST_CUDA_CUBIN"  # its library; what a GPU runs
@@ -43,7 +42,6 @@ class Device:
         self._memory.posix_memalign.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
         self._memory.free.argtypes = [ctypes.c_void_p]
         self._held: list[int] = []
-        self._late: list[tuple[Array, Array]] = []
         self._driver = _driver()
         self.order = order
 
@@ -65,25 +63,12 @@ class Device:
         held[...] = values
         return held
 
-    def put_late(self, values: Array) -> Array:
-        """What kernels before the next operator write: NaNs until its own wait for them."""
-        held = self.put(values)
-        self._late.append((held, values.copy()))
-        return held
-
     def launch(self, name: str, parameters: ctypes.Structure, *arguments: Any) -> list[str]:
         """The kernels that an operator launched, in order."""
         launches = (Launch * 4)()
         count = getattr(self._library, f"tapeout_cuda_{name}")(ctypes.byref(parameters), *arguments, launches)
-        late = self._library.tapeout_cuda_late
-        for to, values in self._late if not self._driver else ():
-            late(ctypes.c_void_p(at(to)), ctypes.c_void_p(at(values)), ctypes.c_uint64(values.nbytes))
-        try:
-            for one in launches[:count]:
-                self.run(one)
-        finally:
-            self._late.clear()
-            late(None, None, ctypes.c_uint64(0))
+        for one in launches[:count]:
+            self.run(one)
         return [one.kernel.decode() for one in launches[:count]]
 
     def run(self, launch: Launch) -> None:
@@ -119,26 +104,10 @@ def at(array: Array | None) -> int | None:
     return None if array is None else array.ctypes.data
 
 
-def bfloat16(x: Array) -> NDArray[np.uint16]:
-    """Bits of the nearest, ties to even; none is a NaN."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def rounded(x: Array, kind: str) -> tuple[Array, NDArray[np.float64]]:
-    """Activations as kernels read them, and what these bits mean."""
-    if kind == "F16":
-        half = x.astype(np.float16)
-        return half, half.astype(np.float64)
-    bits = bfloat16(x)
-    return bits, read(bits, kind).astype(np.float64)
-
-
-def read(bits: Array, kind: str) -> NDArray[np.float32]:
-    """What 16-bit floats mean."""
-    if kind == "F16":
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+def rounded(x: Array) -> tuple[NDArray[np.float16], NDArray[np.float64]]:
+    """Activations as kernels read them, and what these mean."""
+    half = x.astype(np.float16)
+    return half, half.astype(np.float64)
 
 
 def weight(device: Device, linear: QuantizedWeight, bits: int | None = None, *, half: bool = True) -> Weight:
@@ -163,36 +132,33 @@ def in_order(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return codes.reshape(len(codes), -1, 4)[..., [0, 2, 1, 3]].reshape(codes.shape)
 
 
-def quantized(device: Device, x: Array, kind: str = "F16") -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Activations in 16 bits as a linear in E4M3 reads them: codes ``[M, K]`` and scales ``[M]``."""
+def quantized(device: Device, x: Array) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Activations in half as a linear in E4M3 reads them: codes ``[M, K]`` and scales ``[M]``."""
     y, scales = device.empty(x.shape, np.uint8), device.empty((len(x),), np.float32)
-    device.launch("quantize", QuantizeRows(at(device.put_late(x)), at(y), at(scales), *x.shape, TYPES.index(kind)))
+    device.launch("quantize", QuantizeRows(at(device.put(x)), at(y), at(scales), *x.shape))
     return y.copy(), scales.copy()
 
 
 def block_linear(
     device: Device,
     w: Weight,
-    kind: str,
     x: Array,
     bias: Array | None = None,
     *,
     x_scales: Array | None = None,
     many_blocks: int = 64,
 ) -> NDArray[np.float32]:
-    """``x`` [M, K] in 16 bits, or codes in E4M3 with ``x_scales`` [M]; [M, N].
+    """``x`` [M, K] in half, or codes in E4M3 with ``x_scales`` [M]; [M, N].
 
     ``many_blocks``: with fewer each slice of the channels has a block of its own.
     """
     y = device.empty((len(x), w.N), np.float32)
-    bias, x_scales = (
-        None if one is None else put(one) for one, put in ((bias, device.put), (x_scales, device.put_late))
-    )
+    bias, x_scales = (None if one is None else device.put(one) for one in (bias, x_scales))
     tokens = 32 if len(x) <= 32 else 64  # of a block
     places = -(-w.N // 128) * -(-len(x) // tokens)
     sums = device.empty((places * LINEAR_SLICES * 128 * tokens,), np.float32)
     ended = device.put(np.zeros(places, np.uint32))
-    parameters = BlockLinear(w, at(device.put_late(x)), at(x_scales), at(bias), at(y), at(sums), at(ended), len(x))
-    device.launch("block_linear", parameters, TYPES.index(kind), many_blocks)
+    parameters = BlockLinear(w, at(device.put(x)), at(x_scales), at(bias), at(y), at(sums), at(ended), len(x))
+    device.launch("block_linear", parameters, many_blocks)
     assert not ended.any()
     return y.copy()

@@ -23,13 +23,6 @@ class Launch(ctypes.Structure):
                 ("shared_bytes", U32))  # fmt: skip
 
 
-class LaunchConfig(ctypes.Structure):
-    """Of ``source/driver.hpp``."""
-
-    _fields_ = (("grid", U32 * 3), ("threads", U32 * 3), ("shared_bytes", U32), ("stream", ctypes.c_void_p),
-                ("attributes", ctypes.c_void_p), ("attribute_count", U32))  # fmt: skip
-
-
 class DriverError(RuntimeError):
     """What the driver says of a call that failed."""
 
@@ -74,8 +67,8 @@ class Driver:
         """Also while ``stream`` is being captured, if the kernel was launched before."""
         function = self._function(launch)
         parameters = (ctypes.c_void_p * 1)(launch.parameters)
-        config = LaunchConfig(launch.grid, (launch.threads, 1, 1), launch.shared_bytes, stream, None, 0)
-        self.call("cuLaunchKernelEx", ctypes.byref(config), function, parameters, None)
+        sizes = (*launch.grid, launch.threads, 1, 1, launch.shared_bytes)
+        self.call("cuLaunchKernel", function, *map(U32, sizes), ctypes.c_void_p(stream), parameters, None)
 
     def wait(self) -> None:
         self.call("cuStreamSynchronize", ctypes.c_void_p(self.stream))

@@ -231,7 +231,7 @@ class _Plan:
         self._linear(f"{name}.gate_up", f"{name}.gate_up.y", x, *s["gate_up"], shape.bits)
         gated = self._value(f"{name}.gated", 2 * shape.intermediate)
         pointers = {"x": f"{name}.gate_up.y", "y": gated}
-        self._add("gated", f"{name}.down.y", pointers, {"K": shape.intermediate, "bfloat16": 0})
+        self._add("gated", f"{name}.down.y", pointers, {"K": shape.intermediate})
         self._linear(f"{name}.down", f"{name}.down.y", gated, *s["down"], shape.bits)
         return last, f"{name}.down.y"
 
@@ -247,7 +247,7 @@ class _Plan:
             pointers["b"] = b
         if total:
             pointers["sum"] = self._value(total, 4 * columns)
-        numbers = {"K": columns, "bfloat16": 0, "epsilon": EPSILON}
+        numbers = {"K": columns, "epsilon": EPSILON}
         self._add("norm", y, pointers, numbers, writes=("y", "sum"), wanted=wanted)
         return y
 
@@ -276,7 +276,7 @@ class _Plan:
         if s.int8_cache:
             pointers |= {"key_scales": f"{name}.k_scale", "value_scales": f"{name}.v_scale"}
         scale = float(np.float32(s.head_size**-0.5))
-        numbers = {"H": s.heads, "KV": s.kv_heads, "D": s.head_size, "bfloat16": 0, "fp8": 0, "interleaved": 0,
+        numbers = {"H": s.heads, "KV": s.kv_heads, "D": s.head_size, "fp8": 0, "interleaved": 0,
                    "window": 0, "scale": scale, "softcap": 0.0, "epsilon": 0.0}  # fmt: skip
         self._add("attention", f"{name}.attention", pointers, numbers, writes=("y", "query"))
 

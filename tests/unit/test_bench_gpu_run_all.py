@@ -233,7 +233,7 @@ def structure(plan: LaunchPlan) -> list[Any]:
                 writer.setdefault(one.pointers[field], (number, field))
         shapes = {field: plan.values[name].row_bytes for field, name in one.pointers.items() if name in plan.values}
         pointers = {field: writer.get(name, "a tensor") for field, name in one.pointers.items()}
-        found.append((one.kind, pointers, shapes, one.numbers, sorted(one.writes), one.wanted, one.bfloat16))
+        found.append((one.kind, pointers, shapes, one.numbers, sorted(one.writes), one.wanted))
     return found
 
 
@@ -314,9 +314,7 @@ def test_linears_are_checked_in_all_of_their_kernels(kernels: Path) -> None:
     for tokens in linears_part.TOKENS:
         launch, weight = Launch(), Weight(None, None, None, linears_part.CHECKED, 4096, 4, 6, 1)
         parameters = BlockLinear(weight, None, None, None, None, None, None, tokens)
-        library.tapeout_cuda_block_linear(
-            ctypes.byref(parameters), 0, ctypes.c_uint32(188 * 3 // 4), ctypes.byref(launch)
-        )
+        library.tapeout_cuda_block_linear(ctypes.byref(parameters), ctypes.c_uint32(188 * 3 // 4), ctypes.byref(launch))
         found.add(launch.kernel.decode())
     kinds = (("few", 1), ("few", 2), ("split", 4), ("split", 8), ("whole", 8))
     assert found == {f"linear_{kind}_F16_4_plain_{groups}" for kind, groups in kinds}

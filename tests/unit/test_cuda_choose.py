@@ -33,7 +33,7 @@ def choose(device: Device, logits: Array, draws: list[tuple[float, ...]] | None 
     scratch = device.empty((rows, ARGMAX_PARTS), np.float32), device.empty((rows, ARGMAX_PARTS), np.int32)
     y, rankings = device.empty((rows,), np.int64), device.empty((rows,), RANKING)
     wanted = None if draws is None else device.put(np.array(draws, DRAW))
-    held = (device.put_late(logits), *scratch, wanted, rankings if draws else None, y)
+    held = (device.put(logits), *scratch, wanted, rankings if draws else None, y)
     device.launch("choose", Choose(*map(at, held), rows, columns))
     return Chosen(y.tolist(), rankings.copy())
 

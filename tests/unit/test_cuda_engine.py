@@ -305,7 +305,7 @@ def test_a_plan_selects_all_kernels_that_it_launches(tmp_path: Path, library: Pa
             parameters = getattr(made.parameters, operation.kind)
             parameters.M = parameters.count = parameters.B = parameters.parts = parameters.most_tokens = tokens
             parameters.few_tokens = few
-            more = {"block_linear": (0, ctypes.c_uint32(1)), "attention": (ctypes.c_uint32(1),)}.get(kind, ())
+            more = {"block_linear": (ctypes.c_uint32(1),), "attention": (ctypes.c_uint32(1),)}.get(kind, ())
             count = getattr(loaded, f"tapeout_cuda_{kind}")(ctypes.byref(parameters), *more, launches)
             names |= {one.kernel.decode() for one in launches[:count]}
     selections = {
@@ -559,8 +559,8 @@ def test_a_planted_value_that_is_overwritten_too_early_is_found(
 
 STALE = {
     "a graph has the inputs of another bucket": (
-        "const Places at = places_of(e, step->M, step->B, step->P);\n  bool",
-        "const Places at = places_of(e, step->M, step->B + (launched && step->bucket), step->P);\n  bool",
+        "const Places at = places_of(e, step->M, step->B, step->P);\n  for",
+        "const Places at = places_of(e, step->M, step->B + (launched && step->bucket), step->P);\n  for",
     ),
     "a graph has the parts of a short sequence": (
         "step.keys = e->settings.columns * ATTENTION_BLOCK;", "step.keys = ATTENTION_PART + 0 * e->settings.columns;",

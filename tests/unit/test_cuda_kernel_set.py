@@ -117,7 +117,7 @@ def test_kernels_compute_what_the_pass_packs(bits: int, half: bool) -> None:
     device = Device(host())
     shift = known["block_size"].bit_length() - 1
     held = Weight(*(at(device.put(array)) for array in arrays), 61, known["K"], known["bits"], shift, int(half))
-    x, exact = rounded(np.random.default_rng(5).standard_normal((3, 160)).astype(np.float32), "F16")
+    x, exact = rounded(np.random.default_rng(5).standard_normal((3, 160)).astype(np.float32))
     matrix = np.concatenate([part.dequantize() for part in parts]).astype(np.float64)
-    np.testing.assert_allclose(block_linear(device, held, "F16", x), exact @ matrix.T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(block_linear(device, held, x), exact @ matrix.T, rtol=1e-5, atol=1e-5)
     device.free()

@@ -13,7 +13,6 @@ from tapeout.quantized import QuantizedWeight, round_to_nearest
 from tapeout.schemes import Scheme
 from tests.cuda import (
     ORDERS,
-    TYPES,
     Array,
     Device,
     block_linear,
@@ -44,7 +43,6 @@ def activations(count: int, columns: int, seed: int = 1) -> Array:
     return (rng.standard_normal((count, columns)) * 10.0 ** rng.integers(-2, 3, (count, 1))).astype(np.float32)
 
 
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     ("bits", "block", "outputs", "columns", "half"),
@@ -61,7 +59,7 @@ def activations(count: int, columns: int, seed: int = 1) -> Array:
     ],
 )
 def test_a_linear_equals_its_reference(
-    device: Device, kind: str, symmetric: bool, bits: int, block: int, outputs: int, columns: int, half: bool
+    device: Device, symmetric: bool, bits: int, block: int, outputs: int, columns: int, half: bool
 ) -> None:
     scheme = Scheme(bits=bits, group_size=block, symmetric=symmetric)
     linear = random_linear(outputs, columns, scheme, half=half)
@@ -72,8 +70,8 @@ def test_a_linear_equals_its_reference(
         *((1, None, 1), (9, bias, 1), (21, None, 1), (33, bias, 1), (131, bias, 1)),
         *((21, bias, 64), (70, None, 64)),  # a block for each slice
     ):
-        x, exact = rounded(activations(count, columns), kind)
-        y = block_linear(device, held, kind, x, added, many_blocks=many)
+        x, exact = rounded(activations(count, columns))
+        y = block_linear(device, held, x, added, many_blocks=many)
         offset = 0 if added is None else added.astype(np.float64)
         sizes = np.abs(exact) @ np.abs(matrix).T + np.abs(offset)
         over = np.abs(y - (exact @ matrix.T + offset)) - sizes * ROUNDING * (SPAN + columns / SPAN + WARPS)
@@ -87,13 +85,13 @@ def test_a_linear_over_halves_equals_its_reference(device: Device, outputs: int,
     values = (rng.standard_normal((outputs, columns)) * 10.0 ** rng.integers(-4, 3, (outputs, 1))).astype(np.float16)
     held, matrix = half_weight(device, values), values.astype(np.float64)
     bias = rng.standard_normal(outputs).astype(np.float32)
-    x, exact = rounded(activations(131, columns), "F16")
-    together = block_linear(device, held, "F16", x, bias, many_blocks=1)
+    x, exact = rounded(activations(131, columns))
+    together = block_linear(device, held, x, bias, many_blocks=1)
     sizes = np.abs(exact) @ np.abs(matrix).T + np.abs(bias)
     over = np.abs(together - (exact @ matrix.T + bias)) - sizes * ROUNDING * (SPAN + columns / SPAN + WARPS)
     assert (over <= 0).all(), f"{over.max():.1e} beyond what rounding explains"
     for tokens in (slice(0, 1), slice(3, 12), slice(60, 81), slice(7, 40), slice(2, 70)):
-        assert np.array_equal(block_linear(device, held, "F16", x[tokens], bias), together[tokens])
+        assert np.array_equal(block_linear(device, held, x[tokens], bias), together[tokens])
 
 
 def fp8_linear(outputs: int, columns: int, seed: int = 3) -> QuantizedWeight:
@@ -103,14 +101,11 @@ def fp8_linear(outputs: int, columns: int, seed: int = 3) -> QuantizedWeight:
     return round_to_nearest(weights.astype(np.float32), Scheme.model_validate({"format": "fp8-dynamic"}))
 
 
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize(
     ("outputs", "columns", "half"),
     [(37, 192, True), (16, 96, False), (1, 32, True), (48, 640, True), (40, 1280, False)],
 )
-def test_a_linear_in_fp8_equals_its_reference(
-    device: Device, kind: str, outputs: int, columns: int, half: bool
-) -> None:
+def test_a_linear_in_fp8_equals_its_reference(device: Device, outputs: int, columns: int, half: bool) -> None:
     """Weights with a scale for each output, activations with one for each token; with and without many tokens."""
     linear = fp8_linear(outputs, columns)
     if not half:
@@ -118,8 +113,8 @@ def test_a_linear_in_fp8_equals_its_reference(
     held, matrix = weight(device, linear, half=half), linear.dequantize().astype(np.float64)
     bias = np.random.default_rng(2).standard_normal(outputs).astype(np.float32)
     for count, added in ((1, None), (9, bias), (21, None), (33, bias), (131, bias)):
-        x, exact = rounded(activations(count, columns), kind)
-        codes, scales = quantized(device, x, kind)
+        x, exact = rounded(activations(count, columns))
+        codes, scales = quantized(device, x)
         np.testing.assert_allclose(scales, np.abs(exact).max(axis=1) / 448, rtol=1e-6)
         decoded = e4m3.decoded(in_order(codes)) * scales[:, None].astype(np.float64)
         step = np.maximum(np.abs(exact) * 2.0**-4, scales[:, None] * 2.0**-10)  # half of one
@@ -127,7 +122,7 @@ def test_a_linear_in_fp8_equals_its_reference(
         wanted = decoded @ matrix.T + (0 if added is None else added)
         sizes = np.abs(decoded) @ np.abs(matrix).T + (0 if added is None else np.abs(added))
         for many in (1, 64):
-            y = block_linear(device, held, "F16", codes, added, x_scales=scales, many_blocks=many)
+            y = block_linear(device, held, codes, added, x_scales=scales, many_blocks=many)
             over = np.abs(y - wanted) - sizes * ROUNDING * (SPAN + columns / SPAN + WARPS + 3)
             assert (over <= 0).all(), f"{over.max():.1e} beyond what rounding explains"
 
@@ -140,36 +135,35 @@ def test_every_code_of_fp8_is_exact(device: Device) -> None:
         linear.codes[:] = np.roll(codes, shift)[:, None] ^ np.where(np.arange(64) % 3, 0, 128).astype(np.uint8)
         linear.codes[(linear.codes & 127) == 127] = 0
         linear.scales[:] = 1
-        x, _ = rounded(np.eye(64, dtype=np.float32), "F16")
+        x, _ = rounded(np.eye(64, dtype=np.float32))
         fed, scales = quantized(device, x)
-        y = block_linear(device, weight(device, linear), "F16", fed, x_scales=scales)
+        y = block_linear(device, weight(device, linear), fed, x_scales=scales)
         np.testing.assert_allclose(y, e4m3.decoded(linear.codes).T, rtol=1e-6)
 
 
 def test_a_token_in_fp8_has_the_same_bits_alone_and_in_any_batch(device: Device) -> None:
     held = weight(device, fp8_linear(48, 704))
-    x, _ = rounded(activations(70, 704), "F16")
+    x, _ = rounded(activations(70, 704))
     codes, scales = quantized(device, x)
-    together = block_linear(device, held, "F16", codes, x_scales=scales)
-    assert np.array_equal(block_linear(device, held, "F16", codes, x_scales=scales, many_blocks=1), together)
+    together = block_linear(device, held, codes, x_scales=scales)
+    assert np.array_equal(block_linear(device, held, codes, x_scales=scales, many_blocks=1), together)
     for tokens in (slice(0, 1), slice(6, 7), slice(60, 70), slice(3, 30), slice(2, 40)):
         alone, own = quantized(device, x[tokens])
         assert np.array_equal(alone, codes[tokens]) and np.array_equal(own, scales[tokens])
-        assert np.array_equal(block_linear(device, held, "F16", alone, x_scales=own), together[tokens])
+        assert np.array_equal(block_linear(device, held, alone, x_scales=own), together[tokens])
 
 
 def test_nan_and_infinity_reach_all_outputs_of_their_token_in_fp8(device: Device) -> None:
     held = weight(device, fp8_linear(32, 128))
-    x, _ = rounded(activations(4, 128), "F16")
+    x, _ = rounded(activations(4, 128))
     x[1, 70], x[2, 3], x[3] = np.nan, np.inf, 0
     codes, scales = quantized(device, x)
-    y = block_linear(device, held, "F16", codes, x_scales=scales)
+    y = block_linear(device, held, codes, x_scales=scales)
     assert np.isfinite(y[0]).all() and np.isnan(y[1]).all() and not np.isfinite(y[2]).any() and not y[3].any()
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("kind", TYPES)
-def test_every_code_less_every_zero_point_is_exact(device: Device, kind: str, bits: int) -> None:
+def test_every_code_less_every_zero_point_is_exact(device: Device, bits: int) -> None:
     """Each output picks one weight by an activation of one."""
     codes = np.arange(1 << bits)
     outputs = max(len(codes), 16)
@@ -180,30 +174,29 @@ def test_every_code_less_every_zero_point_is_exact(device: Device, kind: str, bi
     for zero_point in {0, 1, len(codes) // 2, len(codes) - 1}:
         linear.zero_points[:] = zero_point
         held = weight(device, linear)
-        x, _ = rounded(np.eye(64, dtype=np.float32)[[0, 9, 37, 62]], kind)
-        y = block_linear(device, held, kind, x)
+        x, _ = rounded(np.eye(64, dtype=np.float32)[[0, 9, 37, 62]])
+        y = block_linear(device, held, x)
         assert np.array_equal(y, np.broadcast_to(np.resize(codes, outputs) - zero_point, y.shape))
 
 
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("bits", BITS)
-def test_a_token_has_the_same_bits_alone_and_in_any_batch(device: Device, kind: str, bits: int) -> None:
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(device: Device, bits: int) -> None:
     held = weight(device, random_linear(48, 704, Scheme(bits=bits, group_size=64)))
-    x, _ = rounded(activations(70, 704), kind)
-    together = block_linear(device, held, kind, x)
-    assert np.array_equal(block_linear(device, held, kind, x, many_blocks=1), together)
+    x, _ = rounded(activations(70, 704))
+    together = block_linear(device, held, x)
+    assert np.array_equal(block_linear(device, held, x, many_blocks=1), together)
     for tokens in (slice(0, 1), slice(6, 7), slice(60, 70), slice(3, 30), slice(2, 40)):
-        assert np.array_equal(block_linear(device, held, kind, x[tokens]), together[tokens])
+        assert np.array_equal(block_linear(device, held, x[tokens]), together[tokens])
 
 
 @pytest.mark.parametrize("count", [21, 70])
 def test_blocks_of_outputs_and_of_tokens_have_the_bits_of_few_tokens(device: Device, count: int) -> None:
     """More outputs than a block has, and more tokens."""
     held = weight(device, random_linear(300, 128, Scheme(bits=4, group_size=64)))
-    x, _ = rounded(activations(count, 128), "F16")
-    few = np.concatenate([block_linear(device, held, "F16", x[i : i + 16]) for i in range(0, count, 16)])
+    x, _ = rounded(activations(count, 128))
+    few = np.concatenate([block_linear(device, held, x[i : i + 16]) for i in range(0, count, 16)])
     for many in (1, 64):
-        assert np.array_equal(block_linear(device, held, "F16", x, many_blocks=many), few)
+        assert np.array_equal(block_linear(device, held, x, many_blocks=many), few)
 
 
 def test_results_do_not_depend_on_the_order_of_threads() -> None:
@@ -211,9 +204,9 @@ def test_results_do_not_depend_on_the_order_of_threads() -> None:
     for order in ORDERS:
         device = Device(host(), order)
         held = weight(device, random_linear(37, 192, Scheme(bits=4, group_size=32)))
-        x, _ = rounded(activations(70, 192), "F16")
-        results.append(block_linear(device, held, "F16", x, many_blocks=1))
-        assert np.array_equal(results[-1], block_linear(device, held, "F16", x))
+        x, _ = rounded(activations(70, 192))
+        results.append(block_linear(device, held, x, many_blocks=1))
+        assert np.array_equal(results[-1], block_linear(device, held, x))
         device.free()
     assert np.isfinite(results[0]).all()
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
@@ -221,11 +214,11 @@ def test_results_do_not_depend_on_the_order_of_threads() -> None:
 
 def test_nan_and_infinity_reach_all_outputs_of_their_token(device: Device) -> None:
     held = weight(device, random_linear(32, 128, Scheme(bits=4, group_size=64)))
-    x, _ = rounded(activations(3, 128), "F16")
-    clean = block_linear(device, held, "F16", x)
+    x, _ = rounded(activations(3, 128))
+    clean = block_linear(device, held, x)
     x[1, 70] = np.nan
     x[2, 3] = np.inf
-    y = block_linear(device, held, "F16", x)
+    y = block_linear(device, held, x)
     assert np.array_equal(y[0], clean[0]) and np.isnan(y[1]).all() and not np.isfinite(y[2]).any()
 
 

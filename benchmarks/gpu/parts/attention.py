@@ -55,7 +55,7 @@ class Attention:
         ]
         self._held = held
         pointers = (None if one is None else one.data_ptr() for one in held)
-        sizes = (batch, batch, blocks, s.heads, s.kv_heads, s.head_size, 0, 0, 0, 0, parts, 1, 1)
+        sizes = (batch, batch, blocks, s.heads, s.kv_heads, s.head_size, 0, 0, 0, parts, 1, 1)
         self._parameters = PagedAttention(*pointers, *sizes, s.head_size**-0.5, 0.0, 0.0)
 
     def __call__(self) -> None:

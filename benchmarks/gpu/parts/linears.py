@@ -51,9 +51,7 @@ class Linear:
         scratch = (self._sums.data_ptr(), self._ended.data_ptr())
         parameters, launch = BlockLinear(weight, x.data_ptr(), None, None, y.data_ptr(), *scratch, len(x)), Launch()
         many = max(self._place.driver.multiprocessors * 3 // 4, 1)
-        self._library.tapeout_cuda_block_linear(
-            ctypes.byref(parameters), 0, ctypes.c_uint32(many), ctypes.byref(launch)
-        )
+        self._library.tapeout_cuda_block_linear(ctypes.byref(parameters), ctypes.c_uint32(many), ctypes.byref(launch))
         self._place.driver.launch(launch, self._place.stream())
 
 

@@ -13,7 +13,7 @@ FOUND = 9  # its exit code
 UNSUPPORTED = "Device not supported"  # what it says where the machine lets no debugger reach the GPU
 # The second runs all threads of a block against each other, and takes longest.
 TOOLS = {
-    "memcheck": "equals_its_reference and (F16 or int8 or 128 or window or rows)",
+    "memcheck": "equals_its_reference and (linear or int8 or 128 or window or rows)",
     "racecheck": "(linear and order_of_threads) or (attention and order_of_threads and int8)",
     "synccheck": "norm_equals or (linear and order_of_threads) or (attention and order_of_threads)",
     "initcheck": "norm_equals or gate_equals",

@@ -58,22 +58,18 @@ def run(place: Place, record: Record) -> None:
     record("bundle written", seconds=time.perf_counter() - begun, shape=shape.name, weight_bytes=shape.weight_bytes)
 
     @contextmanager
-    def opened(*, begins_early: bool) -> Generator[tuple[CudaEngine, _Watch]]:
-        with closing(open_engine(bundle, sequences=sizes.sequences, begins_early=begins_early)) as engine:
+    def opened() -> Generator[tuple[CudaEngine, _Watch]]:
+        with closing(open_engine(bundle, sequences=sizes.sequences)) as engine:
             watch = _Watch(engine)
             _fill(engine, shape, sizes.context, sizes.blocks, max(sizes.batches))
             yield engine, watch
 
-    with opened(begins_early=False) as (engine, watch):
+    with opened() as (engine, watch):
         _times(engine, watch, bundle.record.precision, shape, sizes, record)
-    with opened(begins_early=True) as (_, watch):
-        for batch in sizes.batches:
-            ms, host_ms = watch.twice(sizes.tables(batch), sizes.context, sizes.steps)
-            record("decode, kernels begin early", batch=batch, context=sizes.context, ms=ms, host_ms=host_ms)
     for batch in sizes.batches:
         times = {"torch bf16 in a graph": partial(_torch, place, shape, batch, sizes.context)}
         peers(record, "decode", times, batch=batch, context=sizes.context)
-    with opened(begins_early=False) as (engine, watch):
+    with opened() as (engine, watch):
         for batch in sizes.batches:
             decode = partial(watch.decode, sizes.tables(batch), sizes.context, 1)
             _kernels(place, record, decode, batch=batch, step="decode")

@@ -54,10 +54,8 @@ class StepResults(NamedTuple):
 class DeviceEngine:
     """``driver``: the library of a GPU's driver, and ``machine_code`` for that GPU; None: the stand-in, at level host.
 
-    ``cache``: tensors of the KV cache, by names as in the graph. ``begins_early``: on GPUs that can (from sm90 on) a
-    kernel begins while the one before it still runs, and waits before it reads what that writes. Errors name what was
-    found: :class:`FingerprintError` without a driver, GPU or machine code for it, :class:`ResourceError` without
-    memory.
+    ``cache``: tensors of the KV cache, by names as in the graph. Errors name what was found: :class:`FingerprintError`
+    without a driver, GPU or machine code for it, :class:`ResourceError` without memory.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class DeviceEngine:
         columns: int,
         driver: str | None,
         machine_code: Path | None,
-        begins_early: bool = False,
     ) -> None:
         self._library = _loaded(library)
         self._engine: int | None = None
@@ -126,7 +123,6 @@ class DeviceEngine:
             bucket_count=len(buckets),
             columns=columns,
             vocabulary=plan.vocabulary,
-            begins_early=int(begins_early),
         )
         failure, error = ctypes.c_int(), ctypes.create_string_buffer(ERROR_BYTES)
         self._engine = self._library.tapeout_cuda_open(
@@ -221,7 +217,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 def _operation(operation: PlanOperation, arena: Arena) -> Operation:
     """With offsets in the arena in place of pointers."""
-    made = Operation(kind=_NUMBERS[operation.kind], wanted=int(operation.wanted), bfloat16=operation.bfloat16)
+    made = Operation(kind=_NUMBERS[operation.kind], wanted=int(operation.wanted))
     parameters = getattr(made.parameters, operation.kind)
     values: Mapping[str, int | float] = {
         **{field: arena.places[name] for field, name in operation.pointers.items()},

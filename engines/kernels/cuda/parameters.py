@@ -20,16 +20,16 @@ class BlockLinear(ctypes.Structure):
 
 
 class QuantizeRows(ctypes.Structure):
-    _fields_ = (("x", P), ("y", P), ("scales", P), ("M", I32), ("K", I32), ("bfloat16", I32))
+    _fields_ = (("x", P), ("y", P), ("scales", P), ("M", I32), ("K", I32))
 
 
 class Norm(ctypes.Structure):
     _fields_ = (("a", P), ("b", P), ("weight", P), ("rows", P), ("sum", P), ("y", P), ("scales", P),
-                ("count", I32), ("M", I32), ("K", I32), ("bfloat16", I32), ("epsilon", F32))  # fmt: skip
+                ("count", I32), ("M", I32), ("K", I32), ("epsilon", F32))  # fmt: skip
 
 
 class Gated(ctypes.Structure):
-    _fields_ = (("x", P), ("y", P), ("scales", P), ("M", I32), ("K", I32), ("bfloat16", I32))
+    _fields_ = (("x", P), ("y", P), ("scales", P), ("M", I32), ("K", I32))
 
 
 class BlockGather(ctypes.Structure):
@@ -46,7 +46,7 @@ class PagedAttention(ctypes.Structure):
         *((name, P) for name in ("qkv", "cosines", "sines", "key_cache", "value_cache", "key_scales", "value_scales")),
         *((name, P) for name in ("offsets", "starts", "table", "query", "part_sums", "part_rows", "ended", "y")),
         *((name, P) for name in ("query_norm", "key_norm")),
-        *((name, I32) for name in ("M", "B", "columns", "H", "KV", "D", "bfloat16", "fp8")),
+        *((name, I32) for name in ("M", "B", "columns", "H", "KV", "D", "fp8")),
         *((name, I32) for name in ("interleaved", "window", "parts")),
         *((name, I32) for name in ("few_tokens", "most_tokens")),
         *((name, F32) for name in ("scale", "softcap", "epsilon")),
@@ -77,7 +77,7 @@ class _AnyParameters(ctypes.Union):
 
 
 class Operation(ctypes.Structure):
-    _fields_ = (("kind", I32), ("wanted", I32), ("bfloat16", I32), ("parameters", _AnyParameters))
+    _fields_ = (("kind", I32), ("wanted", I32), ("parameters", _AnyParameters))
 
 
 class ArenaPiece(ctypes.Structure):
@@ -102,7 +102,7 @@ class Settings(ctypes.Structure):
         ),
         *((name, U64) for name in ("activations", "activations_end", "zeros", "zeros_bytes")),
         *((name, I32) for name in ("operation_count", "piece_count", "upload_count", "cache_count", "bucket_count")),
-        *((name, I32) for name in ("columns", "vocabulary", "begins_early")),
+        *((name, I32) for name in ("columns", "vocabulary")),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tapeout.artifact import Frozen
 
-VERSION = 3  # raised where a plan or the interface of a bundle's library changes. 3: linears may be split
+VERSION = 4  # raised where a plan or the interface of a bundle's library changes. 4: activations are in half
 LINEAR_SUMS = "linear.sums"  # scratch of linears that are split
 ENDED, LINEAR_ENDED = "attention.ended", "linear.ended"  # counts of blocks, which are zeros between launches
 RANKING = "ranking"  # the value that has the likeliest tokens
@@ -40,7 +40,6 @@ class PlanOperation(Frozen):
     numbers: dict[str, int | float]
     writes: tuple[str, ...]
     wanted: bool = False
-    bfloat16: int = 0  # of the activations that a linear reads
 
 
 class LaunchPlan(Frozen):
@@ -63,7 +62,7 @@ class LaunchPlan(Frozen):
             if one.kind == "gather":
                 found.add(f"GATHER_{one.numbers['weight.bits']}")
             elif one.kind == "linear":
-                kind = "E4M3" if one.numbers["weight.e4m3"] else "BF16" if one.bfloat16 else "F16"
+                kind = "E4M3" if one.numbers["weight.e4m3"] else "F16"
                 bits, shift = one.numbers["weight.bits"], one.numbers["weight.group_shift"]
                 has_rows = kind != "E4M3" and bits != 16
                 plain = has_rows and one.numbers["weight.half_scales"] and "weight.zero_points" not in one.pointers

@@ -118,9 +118,7 @@ class _Maker:
         x, *weight = node.inputs
         columns = _int(node, "K")
         y, scales = self._activations(node, "gated", columns)
-        self._add(
-            "gated", node, {"x": self._read(x), "y": y} | scales, {"K": columns, "bfloat16": 0}, writes=("y", *scales)
-        )
+        self._add("gated", node, {"x": self._read(x), "y": y} | scales, {"K": columns}, writes=("y", *scales))
         self._linear(node, y, weight, node.outputs[0])
 
     def _norm_rows(self, node: ir.Node) -> None:
@@ -191,7 +189,6 @@ class _Maker:
             "H": heads,
             "KV": kv_heads,
             "D": size,
-            "bfloat16": 0,
             "fp8": int(key_cache.dtype == ir.DataType.FLOAT8E4M3FN),
             "interleaved": _int(node, "rotary_interleaved", 0),
             "window": _int(node, "local_window_size", 0),
@@ -239,7 +236,7 @@ class _Maker:
         if total is not None and total.uses():
             pointers["sum"] = self._value(total, False, columns, 4)
         epsilon = _number(node, "epsilon", 1e-5)
-        numbers = {"K": columns, "bfloat16": 0, "epsilon": epsilon}
+        numbers = {"K": columns, "epsilon": epsilon}
         self._add("norm", node, pointers, numbers, writes=("y", "sum", *(scales or {})), wanted=wanted)
 
     def _linear(
@@ -255,7 +252,7 @@ class _Maker:
                 "quantize",
                 node,
                 {"x": x, "y": fed} | made,
-                {"K": columns, "bfloat16": 0},
+                {"K": columns},
                 writes=("y", *made),
                 wanted=wanted,
             )

@@ -36,9 +36,7 @@ def plan_of(bundle: Artifact[EngineBundle]) -> LaunchPlan:
     return LaunchPlan.model_validate(body)
 
 
-def open_device(
-    bundle: Artifact[EngineBundle], plan: LaunchPlan, blocks: int, *, begins_early: bool = False
-) -> DeviceEngine:
+def open_device(bundle: Artifact[EngineBundle], plan: LaunchPlan, blocks: int) -> DeviceEngine:
     """``blocks``: of the KV cache. What is code is verified before it is loaded. See :class:`DeviceEngine`."""
     io, (hardware, *_) = bundle.record.io, bundle.record.hardware
     on_host = hardware.level == HOST
@@ -52,15 +50,14 @@ def open_device(
         columns=-(-io.max_tokens // BLOCK_TOKENS),
         driver=None if on_host else device.DRIVER,
         machine_code=bundle.folder / code if code else None,
-        begins_early=begins_early,
     )
 
 
-def open_engine(bundle: Artifact[EngineBundle], *, sequences: int, begins_early: bool = False) -> CudaEngine:
-    """``sequences``: of full length, that there is memory for. ``begins_early``: see :class:`DeviceEngine`."""
+def open_engine(bundle: Artifact[EngineBundle], *, sequences: int) -> CudaEngine:
+    """``sequences``: of full length, that there is memory for.""" ""
     io, on_host = bundle.record.io, bundle.record.hardware[0].level == HOST
     blocks = sequences * -(-io.max_tokens // BLOCK_TOKENS)
-    opened = open_device(bundle, plan_of(bundle), blocks, begins_early=begins_early)
+    opened = open_device(bundle, plan_of(bundle), blocks)
     return CudaEngine(opened, io, digest=bundle.digest, blocks=blocks, threads=int(on_host))
 
 

@@ -207,8 +207,6 @@ __device__ __forceinline__ void rotate_head(const Attention& p, const Place& pla
 /* A warp for each head of a token of a prompt; what decodes is rotated where it attends. */
 template <class Cache>
 __device__ __forceinline__ void rotary_cache(const Attention& p) {
-  let_next_kernel_begin();
-  wait_for_kernel_before();
   const int token = blockIdx.x, head = (int)blockIdx.y * (ROTARY_THREADS / WARP) + (int)threadIdx.x / WARP;
   if (head >= p.H + 2 * p.KV || token >= p.offsets[p.B]) return;
   const Place place = place_of(p, token);
@@ -415,8 +413,8 @@ __device__ __forceinline__ void store_result(const Attention& p, int64_t at, int
   float4 scales = make_float4(1, 1, 1, 1);
   if (p.value_scales) scales = *reinterpret_cast<const float4*>(p.value_scales + kv * p.D + channel);
   static_cast<uint2*>(p.y)[(at + channel) / 4] =
-      make_uint2(pair_of(sums.x * inverse * scales.x, sums.y * inverse * scales.y, p.bfloat16),
-                 pair_of(sums.z * inverse * scales.z, sums.w * inverse * scales.w, p.bfloat16));
+      make_uint2(f16x2_of(sums.x * inverse * scales.x, sums.y * inverse * scales.y),
+                 f16x2_of(sums.z * inverse * scales.z, sums.w * inverse * scales.w));
 }
 
 /* Adds the parts of four channels of a row, which thread blocks have left. head: its number among all. */
@@ -510,12 +508,11 @@ __device__ __forceinline__ void attention_parts(const Attention& p) {
     for (int step = 0; step < ON_THE_WAY; step++) stage_values(thread, values, step, 0, count);
   };
 
-  let_next_kernel_begin();
   int part = (int)blockIdx.x;
   int32_t number = cache_block(part); /* does not wait for the sequence's length */
   {
     const Rows rows(p, sequence, tile_of_rows * ROWS);
-    if (!rows.any() || rows.count > p.few_tokens * rows.group) return wait_for_kernel_before();
+    if (!rows.any() || rows.count > p.few_tokens * rows.group) return;
     const int last = rows.last_position(ROWS), first = first_seen(p, rows.first_position());
     const Span span = {
         smaller(ROWS, rows.count - rows.first), kv, first / ATTENTION_PART, last / ATTENTION_PART + 1, first, last};
@@ -523,15 +520,14 @@ __device__ __forceinline__ void attention_parts(const Attention& p) {
       part += parts_of(span.first_part - part, blocks) * blocks;
       number = cache_block(part);
     }
-    if (part >= span.end_part) return wait_for_kernel_before();
-    /* What the kernels before have not written is on the way at once, new entries after they are there. */
+    if (part >= span.end_part) return;
+    /* Keys of earlier steps are on their way at once, new ones after they are there. */
     const int warp = thread_here() / WARP;
     const int first_key = (part * PART_BLOCKS + warp) * BLOCK, turn_of_keys = first_key + BLOCK > rows.start;
 #pragma unroll 1
     for (int turn = 0; turn < 2; turn++) {
       if (turn == turn_of_keys && span.any(first_key)) begin_block(number, kv, last + 1 - first_key);
       if (turn) break;
-      wait_for_kernel_before();
       const int items = span.rows + 2 * (last + 1 - rows.start);
 #pragma unroll 1
       for (int i = warp; i < items; i += PART_BLOCKS) {
@@ -738,8 +734,6 @@ __device__ __forceinline__ void stage_block(const Attention& p, int sequence, in
 
 template <class Cache, int D>
 __device__ __forceinline__ void attention_prompt(const Attention& p) {
-  let_next_kernel_begin();
-  wait_for_kernel_before();
   PromptMemory<D>& memory = shared_memory<PromptMemory<D>>();
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   enum {
@@ -831,9 +825,8 @@ __device__ __forceinline__ void attention_prompt(const Attention& p) {
         const float4& four = x[j * WARP];
         return (half ? i % 2 ? four.w : four.z : i % 2 ? four.y : four.x) * inverse * scale;
       };
-      static_cast<uint2*>(p.y)[(to + channel) / 4] =
-          make_uint2(pair_of(value(0, scales.x), value(1, scales.y), p.bfloat16),
-                     pair_of(value(2, scales.z), value(3, scales.w), p.bfloat16));
+      static_cast<uint2*>(p.y)[(to + channel) / 4] = make_uint2(f16x2_of(value(0, scales.x), value(1, scales.y)),
+                                                                f16x2_of(value(2, scales.z), value(3, scales.w)));
     }
   }
 }

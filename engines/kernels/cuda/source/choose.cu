@@ -41,8 +41,6 @@ __device__ __forceinline__ void warp_argmax(float& max, int& index) {
 
 /* Of a row, part blockIdx.x of its columns. An infinite logit times 0 is no number either. */
 KERNEL(argmax_parts, Choose, ARGMAX_THREADS, 4) {
-  let_next_kernel_begin();
-  wait_for_kernel_before();
   ArgmaxMemory& memory = shared_memory<ArgmaxMemory>();
   const int size = parts_of(p.N, ARGMAX_PARTS), first = (int)blockIdx.x * size, end = smaller(first + size, p.N);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -279,8 +277,6 @@ __device__ __forceinline__ void rank(ChooseRow row, int token, int top, Ranking&
 
 /* A block for each row. */
 KERNEL(choose_rows, Choose, CHOOSE_THREADS, 2) {
-  let_next_kernel_begin();
-  wait_for_kernel_before();
   ChooseMemory& memory = shared_memory<ChooseMemory>();
   const int64_t row = blockIdx.x;
   if (threadIdx.x < WARP) {

@@ -43,59 +43,45 @@ struct Copy2D {
 };
 enum { DEVICE_MEMORY = 2 };
 
-/* How a kernel is launched. The order is CUlaunchConfig's, and that of an attribute CUlaunchAttribute's. */
-typedef struct {
-  alignas(8) uint32_t name, unused;
-  union {
-    int32_t value;
-    char bytes[64];
-  };
-} LaunchAttribute;
-typedef struct {
-  uint32_t grid[3], threads[3], shared_bytes;
-  void* stream;
-  const LaunchAttribute* attributes;
-  uint32_t attribute_count;
-} LaunchConfig;
-enum { BEGINS_EARLY = 6 }; /* an attribute: a kernel may begin before the one before it has ended */
-
-#define DRIVER_FUNCTIONS(F)                                                                          \
-  F(cuInit, (unsigned flags))                                                                        \
-  F(cuDriverGetVersion, (int* version))                                                              \
-  F(cuGetErrorString, (int error, const char** text))                                                \
-  F(cuDeviceGetCount, (int* count))                                                                  \
-  F(cuDeviceGet, (int* device, int ordinal))                                                         \
-  F(cuDeviceGetName, (char* name, int length, int device))                                           \
-  F(cuDeviceGetAttribute, (int* value, int attribute, int device))                                   \
-  F(cuDevicePrimaryCtxRetain, (void** context, int device))                                          \
-  F(cuDevicePrimaryCtxRelease_v2, (int device))                                                      \
-  F(cuCtxSetCurrent, (void* context))                                                                \
-  F(cuMemGetInfo_v2, (size_t* free, size_t* total))                                                  \
-  F(cuMemAlloc_v2, (DevicePointer * memory, size_t bytes))                                           \
-  F(cuMemFree_v2, (DevicePointer memory))                                                            \
-  F(cuMemHostAlloc, (void** memory, size_t bytes, unsigned flags))                                   \
-  F(cuMemFreeHost, (void* memory))                                                                   \
-  F(cuMemcpyHtoDAsync_v2, (DevicePointer to, const void* from, size_t bytes, void* stream))          \
-  F(cuMemcpyDtoHAsync_v2, (void* to, DevicePointer from, size_t bytes, void* stream))                \
-  F(cuMemcpy2DAsync_v2, (const Copy2D* copy, void* stream))                                          \
-  F(cuMemsetD8Async, (DevicePointer to, unsigned char value, size_t bytes, void* stream))            \
-  F(cuModuleLoadData, (void** module, const void* image))                                            \
-  F(cuModuleUnload, (void* module))                                                                  \
-  F(cuModuleGetFunction, (void** function, void* module, const char* name))                          \
-  F(cuFuncSetAttribute, (void* function, int attribute, int value))                                  \
-  F(cuLaunchKernelEx, (const LaunchConfig* config, void* function, void** parameters, void** extra)) \
-  F(cuStreamCreate, (void** stream, unsigned flags))                                                 \
-  F(cuStreamDestroy_v2, (void* stream))                                                              \
-  F(cuStreamSynchronize, (void* stream))                                                             \
-  F(cuEventCreate, (void** event, unsigned flags))                                                   \
-  F(cuEventDestroy_v2, (void* event))                                                                \
-  F(cuEventRecord, (void* event, void* stream))                                                      \
-  F(cuEventSynchronize, (void* event))                                                               \
-  F(cuStreamBeginCapture_v2, (void* stream, int mode))                                               \
-  F(cuStreamEndCapture, (void* stream, void** graph))                                                \
-  F(cuGraphInstantiateWithFlags, (void** executable, void* graph, unsigned long long flags))         \
-  F(cuGraphLaunch, (void* executable, void* stream))                                                 \
-  F(cuGraphDestroy, (void* graph))                                                                   \
+#define DRIVER_FUNCTIONS(F)                                                                                     \
+  F(cuInit, (unsigned flags))                                                                                   \
+  F(cuDriverGetVersion, (int* version))                                                                         \
+  F(cuGetErrorString, (int error, const char** text))                                                           \
+  F(cuDeviceGetCount, (int* count))                                                                             \
+  F(cuDeviceGet, (int* device, int ordinal))                                                                    \
+  F(cuDeviceGetName, (char* name, int length, int device))                                                      \
+  F(cuDeviceGetAttribute, (int* value, int attribute, int device))                                              \
+  F(cuDevicePrimaryCtxRetain, (void** context, int device))                                                     \
+  F(cuDevicePrimaryCtxRelease_v2, (int device))                                                                 \
+  F(cuCtxSetCurrent, (void* context))                                                                           \
+  F(cuMemGetInfo_v2, (size_t* free, size_t* total))                                                             \
+  F(cuMemAlloc_v2, (DevicePointer * memory, size_t bytes))                                                      \
+  F(cuMemFree_v2, (DevicePointer memory))                                                                       \
+  F(cuMemHostAlloc, (void** memory, size_t bytes, unsigned flags))                                              \
+  F(cuMemFreeHost, (void* memory))                                                                              \
+  F(cuMemcpyHtoDAsync_v2, (DevicePointer to, const void* from, size_t bytes, void* stream))                     \
+  F(cuMemcpyDtoHAsync_v2, (void* to, DevicePointer from, size_t bytes, void* stream))                           \
+  F(cuMemcpy2DAsync_v2, (const Copy2D* copy, void* stream))                                                     \
+  F(cuMemsetD8Async, (DevicePointer to, unsigned char value, size_t bytes, void* stream))                       \
+  F(cuModuleLoadData, (void** module, const void* image))                                                       \
+  F(cuModuleUnload, (void* module))                                                                             \
+  F(cuModuleGetFunction, (void** function, void* module, const char* name))                                     \
+  F(cuFuncSetAttribute, (void* function, int attribute, int value))                                             \
+  F(cuLaunchKernel,                                                                                             \
+    (void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads_x, unsigned threads_y, \
+     unsigned threads_z, unsigned shared_bytes, void* stream, void** parameters, void** extra))                 \
+  F(cuStreamCreate, (void** stream, unsigned flags))                                                            \
+  F(cuStreamDestroy_v2, (void* stream))                                                                         \
+  F(cuStreamSynchronize, (void* stream))                                                                        \
+  F(cuEventCreate, (void** event, unsigned flags))                                                              \
+  F(cuEventDestroy_v2, (void* event))                                                                           \
+  F(cuEventRecord, (void* event, void* stream))                                                                 \
+  F(cuEventSynchronize, (void* event))                                                                          \
+  F(cuStreamBeginCapture_v2, (void* stream, int mode))                                                          \
+  F(cuStreamEndCapture, (void* stream, void** graph))                                                           \
+  F(cuGraphInstantiateWithFlags, (void** executable, void* graph, unsigned long long flags))                    \
+  F(cuGraphLaunch, (void* executable, void* stream))                                                            \
+  F(cuGraphDestroy, (void* graph))                                                                              \
   F(cuGraphExecDestroy, (void* executable))
 
 /* The stand-in's, under the names of the driver: its library can be opened in place of libcuda.so.1. Protected: what

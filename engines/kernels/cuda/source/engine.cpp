@@ -53,7 +53,6 @@ typedef struct {
   Function functions[FUNCTIONS];
   int function_count;
   uint32_t multiprocessors, many_blocks;
-  bool begins_early; /* whether kernels do */
   DevicePointer arena;
   Begun steps[STEPS]; /* take turns */
   uint64_t begun, ended;
@@ -102,23 +101,22 @@ static int load_driver(Engine* e) {
 }
 
 static int find_device(Engine* e) {
-  int version = 0, multiprocessors = 0, major = 0;
+  int version = 0, multiprocessors = 0;
   CALL(cuDriverGetVersion, &version);
   if (version < LEAST_DRIVER)
     return fail(e, OLD_DRIVER, "the driver is for CUDA %d.%d", version / 1000, version % 1000 / 10);
   if (e->driver.cuInit(0)) return fail(e, NO_GPU, "the driver finds no GPU");
   CALL(cuDeviceGet, &e->device, 0);
   CALL(cuDeviceGetAttribute, &multiprocessors, MULTIPROCESSORS, e->device);
-  CALL(cuDeviceGetAttribute, &major, MAJOR, e->device);
   e->multiprocessors = (uint32_t)multiprocessors, e->many_blocks = e->multiprocessors * 3 / 4;
-  e->begins_early = e->settings.begins_early && major >= 9;
   CALL(cuDevicePrimaryCtxRetain, &e->context, e->device);
   e->has_context = 1;
   CALL(cuCtxSetCurrent, e->context);
   const int loaded = e->driver.cuModuleLoadData(&e->module, e->settings.machine_code);
   if (loaded == INVALID_IMAGE || loaded == NO_BINARY_FOR_GPU) {
     e->module = nullptr;
-    int minor = 0;
+    int major = 0, minor = 0;
+    CALL(cuDeviceGetAttribute, &major, MAJOR, e->device);
     CALL(cuDeviceGetAttribute, &minor, MINOR, e->device);
     return fail(e, NO_MACHINE_CODE, "the GPU has compute capability %d.%d, for which this machine code is not", major,
                 minor);
@@ -258,9 +256,7 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
       return tapeout_cuda_norm(&o->norm, launches);
     case GATED: o->gated.M = rows; return tapeout_cuda_gated(&o->gated, launches);
     case QUANTIZE: o->quantize.M = rows; return tapeout_cuda_quantize(&o->quantize, launches);
-    case LINEAR:
-      o->linear.M = rows;
-      return tapeout_cuda_block_linear(&o->linear, o->bfloat16, e->many_blocks, launches);
+    case LINEAR: o->linear.M = rows; return tapeout_cuda_block_linear(&o->linear, e->many_blocks, launches);
     case ATTENTION: {
       Attention* a = &o->attention;
       a->offsets = reinterpret_cast<const int32_t*>(inputs + at->offsets);
@@ -295,7 +291,6 @@ static const void* result_of(const StepInputs* step, const Operation* o, size_t*
    each right after it; NULL: none. */
 static int run_operations(Engine* e, const StepInputs* step, bool launched, int count, void* const* outputs) {
   const Places at = places_of(e, step->M, step->B, step->P);
-  bool behind_copy = true; /* which a kernel must wait for */
   for (int i = 0; i < count; i++) {
     Operation o = e->operations[i];
     if (o.wanted && !step->P) continue;
@@ -305,22 +300,15 @@ static int run_operations(Engine* e, const StepInputs* step, bool launched, int 
       const Launch* one = &launches[j];
       void *function = nullptr, *parameters = const_cast<void*>(one->parameters);
       if (find_function(e, one, &function)) return e->failure;
-      const LaunchAttribute early = {BEGINS_EARLY, 0, {1}};
-      const LaunchConfig config = {{one->grid[0], one->grid[1], one->grid[2]},
-                                   {one->threads, 1, 1},
-                                   one->shared_bytes,
-                                   e->stream,
-                                   &early,
-                                   e->begins_early && !behind_copy};
-      if (launched && called(e, e->driver.cuLaunchKernelEx(&config, function, &parameters, nullptr), one->kernel))
+      if (launched && called(e,
+                             e->driver.cuLaunchKernel(function, one->grid[0], one->grid[1], one->grid[2], one->threads,
+                                                      1, 1, one->shared_bytes, e->stream, &parameters, nullptr),
+                             one->kernel))
         return e->failure;
-      behind_copy = false;
     }
     size_t bytes = 0;
     const void* result = outputs && outputs[i] ? result_of(step, &o, &bytes) : nullptr;
-    if (!result) continue;
-    CALL(cuMemcpyDtoHAsync_v2, outputs[i], reinterpret_cast<DevicePointer>(result), bytes, e->stream);
-    behind_copy = true;
+    if (result) CALL(cuMemcpyDtoHAsync_v2, outputs[i], reinterpret_cast<DevicePointer>(result), bytes, e->stream);
   }
   return 0;
 }

@@ -12,7 +12,7 @@ enum Kind { GATHER, NORM, GATED, LINEAR, ATTENTION, CHOOSE, QUANTIZE };
 /* An operation, which launches one kernel or a few. Pointers of its parameters are offsets in the arena, and 0 is none;
    counts of tokens and inputs of the step are set when it runs. wanted: it has tokens whose results are wanted. */
 typedef struct {
-  int32_t kind, wanted, bfloat16; /* bfloat16: of a linear's activations */
+  int32_t kind, wanted;
   union {
     BlockGather gather;
     Norm norm;
@@ -57,9 +57,8 @@ typedef struct {
   uint64_t activations, activations_end; /* pieces from here to there start as NaNs */
   uint64_t zeros, zeros_bytes;           /* but for these */
   int32_t operation_count, piece_count, upload_count, cache_count, bucket_count;
-  int32_t columns;      /* of a block table */
-  int32_t vocabulary;   /* logits of a token */
-  int32_t begins_early; /* kernels of a step may begin before the ones before them have ended, on GPUs that can */
+  int32_t columns;    /* of a block table */
+  int32_t vocabulary; /* logits of a token */
 } Settings;
 
 /* A step of B sequences with M new tokens, P of them with results. In a bucket each sequence has one token. */

@@ -79,7 +79,7 @@ switch_stack:
 enum { RETURN = 11, FRAME = 20 };
 #endif
 
-enum { MOST_THREADS = 1024, LANES = 32, STACK_BYTES = 256 << 10, MOST_COPIES = 128, MOST_LATE = 8 };
+enum { MOST_THREADS = 1024, LANES = 32, STACK_BYTES = 256 << 10, MOST_COPIES = 128 };
 
 enum State { READY, AT_BARRIER, AT_MEETING, DONE };
 
@@ -89,13 +89,6 @@ struct Copy {
   const void* from;
   uint32_t bytes, group;
   uint4 begun; /* what was to be copied then: a GPU may read it at any time */
-};
-
-/* Memory that kernels before a launch write, and what they write there. */
-struct Late {
-  void* to;
-  const void* from;
-  size_t bytes;
 };
 
 struct Fiber {
@@ -133,9 +126,6 @@ struct Scheduler {
 
 thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 static thread_local Scheduler* scheduler;
-static thread_local Late late[MOST_LATE];
-static thread_local unsigned late_count, late_written; /* late_written: of a launch */
-static thread_local bool waited;                       /* of a block, for the kernels before */
 static Registration* registered;
 
 Registration::Registration(const char* name, void (*run)(const void*), unsigned threads, unsigned bytes)
@@ -256,12 +246,6 @@ void wait_for_copies(unsigned later) {
   fiber->copy_count = kept;
 }
 
-void wait_for_kernel_before() {
-  waited = true;
-  for (; late_written < late_count; late_written++)
-    memcpy(late[late_written].to, late[late_written].from, late[late_written].bytes);
-}
-
 void* block_memory() {
   return scheduler->memory;
 }
@@ -274,15 +258,14 @@ void meet_shuffle(Lane* lanes) {
 
 /* Products are exact and sums are rounded to float one after the other, channel by channel. A tensor core adds in another
    order, and truncates. */
-template <float (*to_float)(uint16_t)>
-static void meet_mma(Lane* lanes) {
+void meet_mma_f16(Lane* lanes) {
   float a[16][16], b[16][8];
   for (int i = 0; i < LANES; i++) {
     const int group = i / 4, pair = i % 4 * 2;
     for (int j = 0; j < 8; j++)
-      a[group + j / 2 % 2 * 8][pair + j % 2 + j / 4 * 8] = to_float((uint16_t)(lanes[i].in[j / 2] >> 16 * (j % 2)));
+      a[group + j / 2 % 2 * 8][pair + j % 2 + j / 4 * 8] = f16_to_float((uint16_t)(lanes[i].in[j / 2] >> 16 * (j % 2)));
     for (int j = 0; j < 4; j++)
-      b[pair + j % 2 + j / 2 * 8][group] = to_float((uint16_t)(lanes[i].in[4 + j / 2] >> 16 * (j % 2)));
+      b[pair + j % 2 + j / 2 * 8][group] = f16_to_float((uint16_t)(lanes[i].in[4 + j / 2] >> 16 * (j % 2)));
   }
   for (int row = 0; row < 16; row++) {
     float c[8];
@@ -291,12 +274,6 @@ static void meet_mma(Lane* lanes) {
       for (int n = 0; n < 8; n++) c[n] += a[row][k] * b[k][n];
     for (int n = 0; n < 8; n++) lanes[row % 8 * 4 + n / 2].out[row / 8 * 2 + n % 2] = __float_as_uint(c[n]);
   }
-}
-void meet_mma_f16(Lane* lanes) {
-  meet_mma<f16_to_float>(lanes);
-}
-void meet_mma_bf16(Lane* lanes) {
-  meet_mma<bf16_to_float>(lanes);
 }
 
 /* The same of 32 channels in bytes. */
@@ -340,7 +317,6 @@ static void set_order(unsigned order) {
 static void run_block() {
   Scheduler* s = scheduler;
   s->at_barrier = s->done = 0;
-  waited = false;
   for (unsigned i = 0; i < s->threads; i++) {
     Fiber* fiber = &s->fibers[i];
     fiber->state = READY, fiber->copy_count = fiber->group = 0;
@@ -356,7 +332,6 @@ static void run_block() {
     }
     if (!any) s->error = "threads of a block wait for others that do not come";
   }
-  if (late_count && !waited && !s->error) s->error = "a block ends that has not waited for the kernel before";
 }
 
 static bool prepare(unsigned threads) {
@@ -385,8 +360,6 @@ const char* run_kernel(const Registration* kernel, const void* parameters, const
   set_order(order);
   blockDim = {threads, 1, 1};
   gridDim = {grid[0], grid[1], grid[2]};
-  late_written = 0;
-  for (unsigned i = 0; i < late_count; i++) memset(late[i].to, 0xff, late[i].bytes);
   const unsigned blocks = grid[0] * grid[1] * grid[2];
   for (unsigned i = 0; i < blocks && !s->error; i++) {
     const unsigned at = blocks - 1 - i; /* last first: those of one x follow each other, else those of one z */
@@ -398,15 +371,6 @@ const char* run_kernel(const Registration* kernel, const void* parameters, const
   free(memory);
   if (s->error) scheduler = nullptr; /* threads are in the middle of a kernel: their stacks are abandoned */
   return s->error;
-}
-
-/* In launches of this thread `to` is NaNs until a thread waits for the kernels before; then it is `from`. NULL: no memory is any
-   more. */
-extern "C" EXPORTED void tapeout_cuda_late(void* to, const void* from, uint64_t bytes) {
-  if (!to)
-    late_count = 0;
-  else if (late_count < MOST_LATE)
-    late[late_count++] = {to, from, bytes};
 }
 
 /* Runs a launch; NULL, or why it failed. */

@@ -121,8 +121,6 @@ inline void wait_for_copies() {
 }
 
 /* Kernels and blocks run one after the other. */
-void wait_for_kernel_before();
-inline void let_next_kernel_begin() {}
 inline float2 load_of_others(const float2* from) {
   return *from;
 }
@@ -156,39 +154,18 @@ inline uint16_t f16_of(float x) {
   memcpy(&bits, &y, sizeof bits);
   return bits;
 }
-inline float bf16_to_float(uint16_t x) {
-  const uint32_t bits = (uint32_t)x << 16;
-  float y;
-  memcpy(&y, &bits, sizeof y);
-  return y;
-}
-/* Rounded to nearest, ties to even. */
-inline uint16_t bf16_of(float x) {
-  if (x != x) return 0x7fff;
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return (uint16_t)(((uint64_t)bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 inline uint32_t f16x2_of(float first, float second) {
   return f16_of(first) | (uint32_t)f16_of(second) << 16;
-}
-inline uint32_t bf16x2_of(float first, float second) {
-  return bf16_of(first) | (uint32_t)bf16_of(second) << 16;
 }
 inline uint32_t add_f16x2(uint32_t a, uint32_t b) {
   return f16x2_of(f16_to_float((uint16_t)a) + f16_to_float((uint16_t)b),
                   f16_to_float((uint16_t)(a >> 16)) + f16_to_float((uint16_t)(b >> 16)));
 }
-/* Products of 16-bit floats are exact in float, and where kernels use these so are the sums. */
+/* Products of halves are exact in float, and where kernels use these so are the sums. */
 inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
   return f16x2_of(
       fmaf(f16_to_float((uint16_t)a), f16_to_float((uint16_t)b), f16_to_float((uint16_t)c)),
       fmaf(f16_to_float((uint16_t)(a >> 16)), f16_to_float((uint16_t)(b >> 16)), f16_to_float((uint16_t)(c >> 16))));
-}
-inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
-  return bf16x2_of(
-      fmaf(bf16_to_float((uint16_t)a), bf16_to_float((uint16_t)b), bf16_to_float((uint16_t)c)),
-      fmaf(bf16_to_float((uint16_t)(a >> 16)), bf16_to_float((uint16_t)(b >> 16)), bf16_to_float((uint16_t)(c >> 16))));
 }
 inline float __uint_as_float(uint32_t bits) {
   float y;
@@ -211,7 +188,6 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 }
 
 void meet_mma_f16(Lane* lanes);
-void meet_mma_bf16(Lane* lanes);
 void meet_mma_e4m3(Lane* lanes);
 inline void mma(Meeting meeting, float4& c, const uint4& a, const uint2& b) {
   const uint32_t in[10] = {a.x,
@@ -228,9 +204,6 @@ inline void mma(Meeting meeting, float4& c, const uint4& a, const uint2& b) {
 }
 inline void mma_f16(float4& c, const uint4& a, const uint2& b) {
   mma(meet_mma_f16, c, a, b);
-}
-inline void mma_bf16(float4& c, const uint4& a, const uint2& b) {
-  mma(meet_mma_bf16, c, a, b);
 }
 
 inline void mma_e4m3(float4& c, const uint4& a, const uint2& b) {

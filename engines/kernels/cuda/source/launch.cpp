@@ -25,8 +25,8 @@ static void set(Launch* launch, const void* parameters, uint32_t x, uint32_t y, 
 
 /* A block has all tokens where there are few. Else it has up to 64, and 256 outputs; where that makes fewer blocks than
    `many_blocks`, which fill a GPU, it has 128 outputs and a slice of the input channels. */
-int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_blocks, Launch* launch) {
-  const char* type = p->weight.e4m3 ? "E4M3" : bfloat16 ? "BF16" : "F16";
+int tapeout_cuda_block_linear(const BlockLinear* p, uint32_t many_blocks, Launch* launch) {
+  const char* type = p->weight.e4m3 ? "E4M3" : "F16";
   const Weight& w = p->weight;
   const bool has_rows = !w.e4m3 && w.bits != 16;
   const char* kind = has_rows && w.half_scales && !w.zero_points && w.group_shift >= 6 ? "plain" : "any";

@@ -18,7 +18,7 @@ typedef struct {
 #ifdef __cplusplus
 extern "C" {
 #endif
-EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, int bfloat16, uint32_t many_blocks, Launch* launch);
+EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, uint32_t many_blocks, Launch* launch);
 EXPORTED int tapeout_cuda_norm(const Norm* p, Launch* launch);
 EXPORTED int tapeout_cuda_quantize(const Quantize* p, Launch* launch);
 EXPORTED int tapeout_cuda_gated(const Gated* p, Launch* launch);

@@ -1,11 +1,11 @@
-/* y = x · Wᵀ + bias for a weight in groups of 4-, 5-, 6- or 8-bit codes, or in half, and activations in 16-bit floats; and for
+/* y = x · Wᵀ + bias for a weight in groups of 4-, 5-, 6- or 8-bit codes, or in half, and activations in half; and for
    weights and activations in E4M3. What the kernels for few tokens and for many have in common.
 
    Weights are the 16-row operand of mma, tokens its 8 columns, so one token costs what eight do and every weight is
    decoded once for all tokens of a block.
 
    A result has one order, so a token has the same bits alone and in any batch, whichever kernel computes it. Codes less zero
-   points are exact in 16 bits. Channels of a chunk that share a scale are summed in float by mma; their sum is multiplied
+   points are exact in half. Channels of a chunk that share a scale are summed in float by mma; their sum is multiplied
    by the scale and added to that of a slice, chunk after chunk. The slices of all channels are added in order, from 0 on, then
    the bias. Of E4M3 an mma sums 32 channels, and the scales of rows and tokens are multiplied at the end. */
 #ifndef TAPEOUT_LINEAR_CUH
@@ -81,7 +81,7 @@ __device__ __forceinline__ void add(float4& sum, const float4& more) {
   sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
 }
 
-/* Adds a span's part of the results. `x_at(group, span)` gives this lane's activations: 16 bytes of 16-bit floats, 8 of E4M3;
+/* Adds a span's part of the results. `x_at(group, span)` gives this lane's activations: 16 bytes of half, 8 of E4M3;
    `rows_of(tile, span)` scales and zero points. */
 template <class T, int BITS, int span, int TILES, int GROUPS, class Rows, class Activations>
 __device__ __forceinline__ void add_span(const Codes<BITS> (&codes)[TILES], const Rows& rows_of,
@@ -97,12 +97,12 @@ __device__ __forceinline__ void add_span(const Codes<BITS> (&codes)[TILES], cons
         add(sums[tile][group], dot);
       }
     } else {
-      using D = Decoder<T, BITS>;
+      using D = Decoder<BITS>;
       const RowPair rows = rows_of(tile, span);
       const uint2 offsets =
           make_uint2(D::offset((float)(rows.zero_points & 255), 0), D::offset((float)(rows.zero_points >> 8), 1));
-      const uint4 first = decode<T, BITS, 2 * span>(codes[tile], offsets),
-                  second = decode<T, BITS, 2 * span + 1>(codes[tile], offsets);
+      const uint4 first = decode<BITS, 2 * span>(codes[tile], offsets),
+                  second = decode<BITS, 2 * span + 1>(codes[tile], offsets);
 #pragma unroll
       for (int group = 0; group < GROUPS; group++) {
         const uint4 here = x_at(group, span);
@@ -121,17 +121,17 @@ __device__ __forceinline__ void add_chunk(const Weight& w, int first_tile, int c
                                           const ChunkRows<T, BITS, PLAIN> (&rows)[TILES], const Activations& x_at,
                                           float4 (&sums)[TILES][GROUPS]) {
   if constexpr (PLAIN) {
-    using D = Decoder<T, BITS>;
+    using D = Decoder<BITS>;
     const float middle = 1 << (BITS - 1);
     const uint2 offsets = make_uint2(D::offset(middle, 0), D::offset(middle, 1));
     uint4 operands[TILES][STEPS];
     float2 scales[TILES];
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-      operands[tile][0] = decode<T, BITS, 0>(codes[tile], offsets);
-      operands[tile][1] = decode<T, BITS, 1>(codes[tile], offsets);
-      operands[tile][2] = decode<T, BITS, 2>(codes[tile], offsets);
-      operands[tile][3] = decode<T, BITS, 3>(codes[tile], offsets);
+      operands[tile][0] = decode<BITS, 0>(codes[tile], offsets);
+      operands[tile][1] = decode<BITS, 1>(codes[tile], offsets);
+      operands[tile][2] = decode<BITS, 2>(codes[tile], offsets);
+      operands[tile][3] = decode<BITS, 3>(codes[tile], offsets);
       scales[tile] = halves_of(rows[tile].scales);
     }
 #pragma unroll

@@ -39,8 +39,6 @@ __device__ __forceinline__ void linear_few(const BlockLinear& p) {
 #pragma unroll
   for (int i = 0; i < DEPTH; i++) load(i, i);
 
-  let_next_kernel_begin();
-  wait_for_kernel_before();
   using Eight = typename T::Eight;
   enum { AHEAD = DEPTH < 4 ? 2 : 4 }; /* activations come from the second-level cache, slowly while weights stream by */
   const Element* x[GROUPS];
@@ -114,30 +112,6 @@ LINEARS_FEW(F16, 8, plain, 4)
 #endif
 #if SELECTED(LINEAR_F16_8_any)
 LINEARS_FEW(F16, 8, any, 4)
-#endif
-#if SELECTED(LINEAR_BF16_4_plain)
-LINEARS_FEW(BF16, 4, plain, 4)
-#endif
-#if SELECTED(LINEAR_BF16_4_any)
-LINEARS_FEW(BF16, 4, any, 4)
-#endif
-#if SELECTED(LINEAR_BF16_5_plain)
-LINEARS_FEW(BF16, 5, plain, 4)
-#endif
-#if SELECTED(LINEAR_BF16_5_any)
-LINEARS_FEW(BF16, 5, any, 4)
-#endif
-#if SELECTED(LINEAR_BF16_6_plain)
-LINEARS_FEW(BF16, 6, plain, 4)
-#endif
-#if SELECTED(LINEAR_BF16_6_any)
-LINEARS_FEW(BF16, 6, any, 4)
-#endif
-#if SELECTED(LINEAR_BF16_8_plain)
-LINEARS_FEW(BF16, 8, plain, 4)
-#endif
-#if SELECTED(LINEAR_BF16_8_any)
-LINEARS_FEW(BF16, 8, any, 4)
 #endif
 #if SELECTED(LINEAR_F16_16_any)
 LINEARS_FEW(F16, 16, any, 2)

@@ -82,11 +82,9 @@ __device__ __forceinline__ void linear_wide(const BlockLinear& p) {
     }
   };
 
-  let_next_kernel_begin();
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++)
     if (first + i < end) copy_weights(first + i, stages[i]);
-  wait_for_kernel_before();
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
     if (first + i < end) copy_activations(first + i, stages[i]);
@@ -217,30 +215,6 @@ LINEARS_WIDE(F16, 8, plain)
 #endif
 #if SELECTED(LINEAR_F16_8_any)
 LINEARS_WIDE(F16, 8, any)
-#endif
-#if SELECTED(LINEAR_BF16_4_plain)
-LINEARS_WIDE(BF16, 4, plain)
-#endif
-#if SELECTED(LINEAR_BF16_4_any)
-LINEARS_WIDE(BF16, 4, any)
-#endif
-#if SELECTED(LINEAR_BF16_5_plain)
-LINEARS_WIDE(BF16, 5, plain)
-#endif
-#if SELECTED(LINEAR_BF16_5_any)
-LINEARS_WIDE(BF16, 5, any)
-#endif
-#if SELECTED(LINEAR_BF16_6_plain)
-LINEARS_WIDE(BF16, 6, plain)
-#endif
-#if SELECTED(LINEAR_BF16_6_any)
-LINEARS_WIDE(BF16, 6, any)
-#endif
-#if SELECTED(LINEAR_BF16_8_plain)
-LINEARS_WIDE(BF16, 8, plain)
-#endif
-#if SELECTED(LINEAR_BF16_8_any)
-LINEARS_WIDE(BF16, 8, any)
 #endif
 #if SELECTED(LINEAR_F16_16_any)
 LINEARS_WIDE(F16, 16, any)

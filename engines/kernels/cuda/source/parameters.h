@@ -22,7 +22,7 @@ typedef struct {
 /* y = x · weightᵀ + bias */
 typedef struct {
   Weight weight;
-  const void* x;         /* [M, K] 16-bit floats, or codes beside a weight in E4M3: those of Quantize */
+  const void* x;         /* [M, K] half, or codes beside a weight in E4M3: those of Quantize */
   const float* x_scales; /* [M] of codes */
   const float* bias;     /* [N] or NULL */
   float* y;              /* [M, N] */
@@ -36,24 +36,24 @@ enum { LINEAR_PLACES = 256, LINEAR_SUMS = LINEAR_PLACES * LINEAR_SLICES * 128 * 
 /* Chunks that blocks of many tokens have in shared memory: together fewer than 99 KB, all that some GPUs have. */
 #define WIDE_STAGES(bits) ((bits) <= 6 ? 4 : (bits) == 8 ? 3 : 2)
 
-/* 16-bit floats [M, K] as codes in E4M3 with a scale for each token, so that its largest is 448. Of each four channels the
+/* half [M, K] as codes in E4M3 with a scale for each token, so that its largest is 448. Of each four channels the
    second and the third are exchanged: so lie those of a weight. */
 typedef struct {
   const void* x;
   uint8_t* y;    /* [M, K] */
   float* scales; /* [M] */
-  int32_t M, K, bfloat16;
+  int32_t M, K;
 } Quantize;
 
 /* y = RMSNorm(a + b) * weight, of all tokens or of some */
 typedef struct {
-  const float *a, *b;            /* [M, K]; b NULL: of a alone */
-  const float* weight;           /* [K] */
-  const int64_t* rows;           /* [count] tokens; NULL: all */
-  float* sum;                    /* [count, K] a + b; or NULL */
-  void* y;                       /* [count, K] 16-bit floats, or codes as those of Quantize */
-  float* scales;                 /* [count] of codes; NULL: 16-bit floats */
-  int32_t count, M, K, bfloat16; /* bfloat16: the type of y; else half */
+  const float *a, *b;  /* [M, K]; b NULL: of a alone */
+  const float* weight; /* [K] */
+  const int64_t* rows; /* [count] tokens; NULL: all */
+  float* sum;          /* [count, K] a + b; or NULL */
+  void* y;             /* [count, K] half, or codes as those of Quantize */
+  float* scales;       /* [count] of codes; NULL: half */
+  int32_t count, M, K;
   float epsilon;
 } Norm;
 
@@ -62,7 +62,7 @@ typedef struct {
   const float* x; /* [M, 2 K] */
   void* y;        /* [M, K] as of Norm */
   float* scales;  /* [M] */
-  int32_t M, K, bfloat16;
+  int32_t M, K;
 } Gated;
 
 /* y = rows of a weight */
@@ -119,9 +119,9 @@ typedef struct {
   float* part_sums;                        /* [M, H, parts, D] scratch of sequences that are cut into parts */
   float* part_rows;                   /* [M, H, parts, 2]: the largest score in powers of two, and the sum of weights */
   uint32_t* ended;                    /* [M, H] blocks of rows that have ended: zeros, before a launch and after it */
-  void* y;                            /* [M, H D] 16-bit floats */
+  void* y;                            /* [M, H D] half */
   const float *query_norm, *key_norm; /* [D] weights of an RMSNorm of each head before RoPE; or NULL */
-  int32_t M, B, columns, H, KV, D, bfloat16;
+  int32_t M, B, columns, H, KV, D;
   int32_t fp8;                 /* codes are E4M3; else int8 */
   int32_t interleaved, window; /* window: last keys that a token sees; 0: all */
   int32_t parts;               /* of ATTENTION_PART keys, of the longest sequence */

@@ -119,19 +119,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-/* A kernel may begin while the one before it still runs: until it has waited, it touches nothing that kernels of the same
-   step write or read, only weights and what the host has sent. Every kernel waits, so that each ends after those before. */
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 /* 2^x, to about two units in the last place. */
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -146,7 +133,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-/* A pair of 16-bit floats is 32 bits, the first in the low half. */
+/* A pair of halves is 32 bits, the first in the low half. */
 __device__ __forceinline__ float f16_to_float(uint16_t x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
@@ -155,11 +142,6 @@ __device__ __forceinline__ float f16_to_float(uint16_t x) {
 __device__ __forceinline__ uint32_t f16x2_of(float first, float second) {
   uint32_t y;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
-  return y;
-}
-__device__ __forceinline__ uint32_t bf16x2_of(float first, float second) {
-  uint32_t y;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
   return y;
 }
 __device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
@@ -172,21 +154,10 @@ __device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
-__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t y;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
-  return y;
-}
 
 /* c += a · b on tensor cores: a [16, 16], b [16, 8], c [16, 8] of a warp, laid out as PTX says (mma.m16n8k16). */
 __device__ __forceinline__ void mma_f16(float4& c, const uint4& a, const uint2& b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
-}
-__device__ __forceinline__ void mma_bf16(float4& c, const uint4& a, const uint2& b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"
       : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
@@ -245,24 +216,12 @@ __device__ __forceinline__ float infinity() {
 __device__ __forceinline__ float no_number() {
   return __uint_as_float(0x7fc00000);
 }
-__device__ __forceinline__ uint32_t pair_of(float first, float second, int bfloat16) {
-  return bfloat16 ? bf16x2_of(first, second) : f16x2_of(first, second);
-}
-
 /* The types of activations. `mma` takes operands of this type. */
 struct F16 {
   typedef uint16_t Element;
   typedef uint4 Eight; /* elements */
-  static __device__ __forceinline__ uint32_t pair(float first, float second) { return f16x2_of(first, second); }
   static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_f16(c, a, b); }
 };
-struct BF16 {
-  typedef uint16_t Element;
-  typedef uint4 Eight;
-  static __device__ __forceinline__ uint32_t pair(float first, float second) { return bf16x2_of(first, second); }
-  static __device__ __forceinline__ void mma(float4& c, const uint4& a, const uint2& b) { mma_bf16(c, a, b); }
-};
-
 template <class A, class B>
 constexpr bool SAME = false;
 template <class A>

@@ -16,8 +16,8 @@ struct QuantizeMemory {
   float largest[ROW_WARPS];
 };
 
-__device__ __forceinline__ void store_four(void* to, int64_t fourth, const float4& x, int bfloat16) {
-  static_cast<uint2*>(to)[fourth] = make_uint2(pair_of(x.x, x.y, bfloat16), pair_of(x.z, x.w, bfloat16));
+__device__ __forceinline__ void store_four(void* to, int64_t fourth, const float4& x) {
+  static_cast<uint2*>(to)[fourth] = make_uint2(f16x2_of(x.x, x.y), f16x2_of(x.z, x.w));
 }
 
 /* The larger magnitude; NaN stays. */
@@ -57,13 +57,6 @@ KERNEL(norm_rows, Norm, NORM_THREADS, 2) {
   const int fourths = p.K / 4, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const float4* weight = reinterpret_cast<const float4*>(p.weight);
   float4 weights[NORM_HELD], sums[NORM_HELD];
-#pragma unroll
-  for (int j = 0; j < NORM_HELD; j++) {
-    const int i = j * NORM_THREADS + (int)threadIdx.x;
-    if (i < fourths) weights[j] = weight[i];
-  }
-  let_next_kernel_begin();
-  wait_for_kernel_before();
   const int64_t row = blockIdx.x, token = p.rows ? p.rows[row] : row;
   if (token < 0 || token >= p.M) return; /* of the whole block */
   const float4* a = reinterpret_cast<const float4*>(p.a) + token * fourths;
@@ -84,7 +77,7 @@ KERNEL(norm_rows, Norm, NORM_THREADS, 2) {
 #pragma unroll
   for (int j = 0; j < NORM_HELD; j++) {
     const int i = j * NORM_THREADS + (int)threadIdx.x;
-    if (i < fourths) sums[j] = sum_at(i);
+    if (i < fourths) sums[j] = sum_at(i), weights[j] = weight[i];
   }
 #pragma unroll
   for (int j = 0; j < NORM_HELD; j++)
@@ -112,31 +105,24 @@ KERNEL(norm_rows, Norm, NORM_THREADS, 2) {
     const int i = j * NORM_THREADS + (int)threadIdx.x;
     if (i >= fourths) break;
     if (sum) sum[i] = sums[j];
-    store_four(p.y, row * fourths + i, normed(sums[j], weights[j]), p.bfloat16);
+    store_four(p.y, row * fourths + i, normed(sums[j], weights[j]));
   }
   for (int i = NORM_HELD * NORM_THREADS + (int)threadIdx.x; i < fourths; i += NORM_THREADS) {
     const float4 x = sum_at(i);
     if (sum) sum[i] = x;
-    store_four(p.y, row * fourths + i, normed(x, weight[i]), p.bfloat16);
+    store_four(p.y, row * fourths + i, normed(x, weight[i]));
   }
 }
 
-__device__ __forceinline__ float sixteen_bits(uint32_t x, int bfloat16) {
-  return bfloat16 ? __uint_as_float(x << 16) : f16_to_float((uint16_t)x);
-}
-
-/* A block for each row, of 16-bit floats. */
+/* A block for each row, of half. */
 KERNEL(quantize_rows, Quantize, ROW_THREADS, 4) {
-  let_next_kernel_begin();
-  wait_for_kernel_before();
   QuantizeMemory& memory = shared_memory<QuantizeMemory>();
   const int fourths = p.K / 4;
   const int64_t row = blockIdx.x;
   const uint2* x = static_cast<const uint2*>(p.x) + row * fourths;
   const auto value_at = [&](int i) {
-    const uint2 four = x[i];
-    return make_float4(sixteen_bits(four.x, p.bfloat16), sixteen_bits(four.x >> 16, p.bfloat16),
-                       sixteen_bits(four.y, p.bfloat16), sixteen_bits(four.y >> 16, p.bfloat16));
+    const float2 first = halves_of(x[i].x), second = halves_of(x[i].y);
+    return make_float4(first.x, first.y, second.x, second.y);
   };
   quantize_row<ROW_THREADS>(value_at, fourths, memory.largest, p.y, p.scales, row);
 }
@@ -146,21 +132,17 @@ __device__ __forceinline__ float gated(float gate, float up) {
 }
 
 KERNEL(gated_rows, Gated, ROW_THREADS, 4) {
-  let_next_kernel_begin();
-  wait_for_kernel_before();
   const int i = (int)blockIdx.x * ROW_THREADS + (int)threadIdx.x, fourths = p.K / 4;
   const int64_t row = blockIdx.y;
   if (i >= fourths) return;
   const float4* x = reinterpret_cast<const float4*>(p.x) + row * 2 * fourths;
   const float4 gate = x[i], up = x[fourths + i];
   const float4 y = make_float4(gated(gate.x, up.x), gated(gate.y, up.y), gated(gate.z, up.z), gated(gate.w, up.w));
-  store_four(p.y, row * fourths + i, y, p.bfloat16);
+  store_four(p.y, row * fourths + i, y);
 }
 
 /* The same in E4M3: a block for each row. */
 KERNEL(gated_codes, Gated, ROW_THREADS, 4) {
-  let_next_kernel_begin();
-  wait_for_kernel_before();
   QuantizeMemory& memory = shared_memory<QuantizeMemory>();
   const int fourths = p.K / 4;
   const int64_t row = blockIdx.x;
@@ -192,8 +174,6 @@ __device__ __forceinline__ float4 decoded(const Codes<16>& codes, bool second, f
 /* A thread decodes what one lane of a linear has of the row: 16 channels of a chunk. */
 template <int BITS>
 __device__ __forceinline__ void block_gather(const BlockGather& p) {
-  let_next_kernel_begin();
-  wait_for_kernel_before();
   const Weight& w = p.weight;
   const int at = (int)blockIdx.x * GATHER_THREADS + (int)threadIdx.x, chunk = at / 4, t = at % 4;
   const int chunks = parts_of(w.K, CHUNK);

@@ -266,10 +266,9 @@ static int run_node(const Node* node) {
   return launch_error ? LAUNCH_FAILED : SUCCESS;
 }
 
-int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** parameters, void**) {
-  const uint32_t x = config->grid[0], y = config->grid[1], z = config->grid[2], shared_bytes = config->shared_bytes;
-  void* stream = config->stream;
-  Node node = {static_cast<const Registration*>(function), {x, y, z}, config->threads[0], shared_bytes, parameters[0]};
+int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
+                   unsigned shared_bytes, void* stream, void** parameters, void**) {
+  Node node = {static_cast<const Registration*>(function), {x, y, z}, threads, shared_bytes, parameters[0]};
   int most = PLAIN_SHARED_BYTES;
   for (const Limit* limit = limits; limit; limit = limit->next)
     if (limit->kernel == node.kernel && limit->bytes > most) most = limit->bytes;

@@ -125,14 +125,11 @@ struct Codes<16> {
   }
 };
 
-/* Codes less their zero point in 16-bit floats, exactly. A code or'ed into the fraction of a power of two is that power
+/* Codes less their zero point in half, exactly. A code or'ed into the fraction of a power of two is that power
    plus the code; what is added takes both the power and the zero point away again. `offset` is of a row. */
-template <class T, int BITS>
-struct Decoder;
-
 /* 1,024 + code. Rows 8 to 15 of fewer than 8 bits need no shift in a word's low byte: 1,024 + 16 code. */
 template <int BITS>
-struct Decoder<F16, BITS> {
+struct Decoder {
   static __device__ __forceinline__ uint32_t offset(float zero_point, int second) {
     const float power = second && BITS < 8 ? 64 : 1024;
     return f16x2_of(-power - zero_point, -power - zero_point);
@@ -146,7 +143,7 @@ struct Decoder<F16, BITS> {
 };
 
 template <>
-struct Decoder<F16, 16> {
+struct Decoder<16> {
   static __device__ __forceinline__ uint32_t offset(float, int) { return 0; }
   template <int step, int pair>
   static __device__ __forceinline__ uint32_t decode(const Codes<16>& codes, uint32_t) {
@@ -154,37 +151,10 @@ struct Decoder<F16, 16> {
   }
 };
 
-/* 128 + code: the fraction has 7 bits. */
-template <int BITS>
-struct Decoder<BF16, BITS> {
-  static __device__ __forceinline__ uint32_t offset(float zero_point, int) {
-    return bf16x2_of(-128 - zero_point, -128 - zero_point);
-  }
-  template <int step, int pair>
-  static __device__ __forceinline__ uint32_t decode(const Codes<BITS>& codes, uint32_t offset) {
-    return fma_bf16x2(codes.template at<step, pair, 0>(0x43004300), 0x3f803f80, offset); /* · 1 */
-  }
-};
-
-/* 16 (128 + high half) - 2,048 - zero point, each step exact, plus 128 + low half - 128. */
-template <>
-struct Decoder<BF16, 8> {
-  static __device__ __forceinline__ uint32_t offset(float zero_point, int) {
-    return bf16x2_of(-zero_point, -zero_point);
-  }
-  template <int step, int pair>
-  static __device__ __forceinline__ uint32_t decode(const Codes<8>& codes, uint32_t offset) {
-    const uint32_t one = 0x3f803f80;
-    uint32_t high = fma_bf16x2(codes.high_at<step, pair, 0>(0x43004300), 0x41804180, 0xc500c500); /* · 16 - 2,048 */
-    uint32_t low = fma_bf16x2(codes.Codes<4>::at<step, pair, 0>(0x43004300), one, 0xc300c300);    /* - 128 */
-    return fma_bf16x2(fma_bf16x2(high, one, offset), one, low);
-  }
-};
-
 /* The mma operand of a step: 16 rows, 16 channels. offsets: of rows g and g + 8. */
-template <class T, int BITS, int step>
+template <int BITS, int step>
 __device__ __forceinline__ uint4 decode(const Codes<BITS>& codes, const uint2& offsets) {
-  using D = Decoder<T, BITS>;
+  using D = Decoder<BITS>;
   return make_uint4(D::template decode<step, 0>(codes, offsets.x), D::template decode<step, 1>(codes, offsets.y),
                     D::template decode<step, 2>(codes, offsets.x), D::template decode<step, 3>(codes, offsets.y));
 }
