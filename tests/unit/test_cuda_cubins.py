@@ -59,7 +59,7 @@ def installed(package: str) -> bool:
     return True
 
 
-pytestmark = pytest.mark.timeout(1800)  # all kernels take about 100 s for each of five architectures
+pytestmark = pytest.mark.timeout(1800)  # all kernels take 30 to 70 s for each of five architectures
 
 needs_nvrtc = pytest.mark.skipif(not installed(compiler.NVRTC), reason=f"{compiler.NVRTC} is not installed")
 
