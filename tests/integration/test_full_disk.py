@@ -87,6 +87,7 @@ class Gateways:
 
     def stream(self, gateway: Running, begun: threading.Barrier) -> str:
         body, text, used = BODY | {"stream": True, "stream_options": {"include_usage": True}}, "", 0
+        first = True
         with web.stream(
             "POST", f"{gateway.url}/v1/completions", json=body, headers=self.headers(gateway), timeout=60
         ) as answer:
@@ -96,8 +97,9 @@ class Gateways:
                     continue
                 event = json.loads(line.removeprefix("data: "))
                 assert "error" not in event, event
-                if event["choices"] and not text:
+                if first:
                     begun.wait(60)
+                    first = False
                 text += "".join(choice["text"] for choice in event["choices"])
                 used = (event.get("usage") or {}).get("total_tokens", used)
             if gateway is self.counted:
