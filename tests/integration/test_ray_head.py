@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,32 +70,40 @@ class Cluster:
         self._environment = {**os.environ, **self.variables, "OMP_NUM_THREADS": "1"}
         self._redis = {"RAY_REDIS_ADDRESS": redis, "RAY_external_storage_namespace": NAME}
         self._head: subprocess.Popen[bytes] | None = None
+        self._keeping: threading.Thread | None = None
+        self._wanted = False
 
     def start_head(self) -> None:
-        """On a new disk, each time."""
-        self._heads += 1
-        place = self.ray.folder / f"head{self._heads}"
-        # `ray start` looks at all processes for a Ray that runs already, and would find the other node.
-        machine = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        options = ["--head", "--block", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"]
-        self._head = self._start(machine, place, [*options, "--disable-usage-stats"], self._redis)
+        """It is started again where it has not come up, as whoever runs it would: Ray gives a start 30 seconds."""
+        self._keeping = threading.Thread(target=self._keep_head, daemon=True)
+        self._keeping.start()
         wait_for(lambda: answers_at(self._port))
 
-    def keep_head(self) -> None:
-        """Start it again where it has not come up, as whoever runs it would: Ray gives a start 30 seconds."""
-        assert self._head is not None
-        if self._head.poll() is not None:
-            self.start_head()
+    def _keep_head(self) -> None:
+        self._wanted = True
+        while self._wanted:
+            self._heads += 1  # each has a new disk
+            # `ray start` looks at all processes for a Ray that runs already, and would find the other node.
+            machine = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+            options = ["--head", "--block", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"]
+            place = self.ray.folder / f"head{self._heads}"
+            self._head = self._start(machine, place, [*options, "--disable-usage-stats"], self._redis)
+            self._head.wait()
 
     def start_node(self) -> None:
         self._start([], self.ray.folder / "node", [f"--address={self.address}", "--num-cpus=4", "--block"], {})
 
     def kill_head(self) -> None:
         """All of its processes die with the first one of its namespace."""
-        assert self._head is not None
+        assert self._head is not None and self._keeping is not None
+        self._wanted = False
         self._head.kill()
-        self._head.wait()
+        self._keeping.join()
         wait_for(lambda: not answers_at(self._port))
+
+    def stop(self) -> None:
+        self._wanted = False
+        self.ray.stop()
 
     def _start(
         self, machine: list[str], place: Path, options: list[str], variables: dict[str, str]
@@ -121,7 +130,7 @@ def cluster() -> Iterator[Cluster]:
             found.start_node()
             yield found
         finally:
-            found.ray.stop()
+            found.stop()
 
 
 @pytest.fixture
@@ -167,7 +176,7 @@ def test_the_head_dies_and_another_one_has_its_state(cluster: Cluster, fleet: Fl
         wait_for(lambda: sorted(ready(fleet.url)) == sorted(engines(before)))
         wait_for(lambda: monotonic() > killed + AWAY_SECONDS)
         cluster.start_head()
-        wait_for(lambda: is_whole(cluster, fleet), 400)
+        wait_for(lambda: is_whole(fleet), 400)
         after = fleet.told("status")
         assert engines(after).items() & engines(before).items() == engines(before).items() - {(address, process)}
         assert engines(after).keys() == engines(before).keys()
@@ -181,12 +190,11 @@ def test_the_head_dies_and_another_one_has_its_state(cluster: Cluster, fleet: Fl
     fleet.run("down")
     wait_for(lambda: not any(psutil.pid_exists(process) for process in processes))
     assert "is not up" in fleet.run("status", code=2)
-    cluster.ray.stop()
+    cluster.stop()
     assert cluster.ray.processes() == []
 
 
-def is_whole(cluster: Cluster, fleet: Fleet) -> bool:
-    cluster.keep_head()
+def is_whole(fleet: Fleet) -> bool:
     try:
         status = fleet.told("status")
     except (AssertionError, subprocess.TimeoutExpired):  # Ray or the roster is not back yet
