@@ -77,17 +77,22 @@ class Cluster:
         """It is started again where it has not come up, as whoever runs it would: Ray gives a start 30 seconds."""
         self._keeping = threading.Thread(target=self._keep_head, daemon=True)
         self._keeping.start()
-        wait_for(lambda: answers_at(self._port))
+        # Written once it is up; the socket answers before.
+        wait_for(lambda: (self._disk / "ray_current_cluster").exists(), 300)
+
+    @property
+    def _disk(self) -> Path:
+        """Of the head; each has a new one."""
+        return self.ray.folder / f"head{self._heads}"
 
     def _keep_head(self) -> None:
         self._wanted = True
         while self._wanted:
-            self._heads += 1  # each has a new disk
+            self._heads += 1
             # `ray start` looks at all processes for a Ray that runs already, and would find the other node.
             machine = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
             options = ["--head", "--block", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false"]
-            place = self.ray.folder / f"head{self._heads}"
-            self._head = self._start(machine, place, [*options, "--disable-usage-stats"], self._redis)
+            self._head = self._start(machine, self._disk, [*options, "--disable-usage-stats"], self._redis)
             self._head.wait()
 
     def start_node(self) -> None:
