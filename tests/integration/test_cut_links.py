@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import pytest
 import sqlalchemy as sa
 import yaml
+from sqlalchemy import exc
 
 from runtime.gateway.engines.remote import RemoteEngine
 from runtime.wire.messages import Delta, GenerateRequest
@@ -109,7 +110,8 @@ class Gateway:
         self._pool.shutdown()
 
     def _stream(self, body: dict[str, Any], begun: threading.Barrier) -> Answer:
-        texts, logprobs = ([kind() for _ in range(body.get("n", 1))] for kind in (str, list[float]))
+        choices = range(body.get("n", 1))
+        texts, logprobs = ["" for _ in choices], [list[float]() for _ in choices]
         gap = last = 0.0
         with web.stream("POST", f"{self.running.url}/v1/completions", json=body, timeout=120) as answer:
             assert answer.status_code == 200
@@ -349,7 +351,7 @@ def test_a_question_to_a_database_that_is_gone_ends(net: Network) -> None:
             wait_for(lambda: asking.is_set() or asked.done())
             time.sleep(1)
             net.cut("one")
-            with pytest.raises(sa.exc.OperationalError):
+            with pytest.raises(exc.OperationalError):
                 asked.result(60)
         finally:
             net.mend("one")

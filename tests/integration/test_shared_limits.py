@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import sqlalchemy as sa
+from sqlalchemy import exc
 
 from runtime.gateway.accounts import shared_quotas
 from runtime.gateway.accounts.key_file import ApiKey
@@ -217,7 +218,7 @@ def test_a_gateway_that_is_stopped_in_the_midst_of_a_transaction_holds_up_no_oth
     stopped = subprocess.Popen([sys.executable, "-c", STOPPED, postgres.url], cwd=ROOT, stderr=subprocess.DEVNULL)
 
     def answered() -> bool:
-        with suppress(sa.exc.SQLAlchemyError):
+        with suppress(exc.SQLAlchemyError):
             granted.append(database.sync("other", [ask._replace(used=30.0, granted=30.0)])["k", "budget"].granted)
         return bool(granted)
 
