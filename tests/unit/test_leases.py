@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runtime.gateway.accounts import leases
 from runtime.gateway.accounts.leases import LEASE_SECONDS, LeaseState, LimitAnswer, LimitAsk, LimitState, lease
 from runtime.gateway.accounts.shared_quotas import BUDGET, REQUESTS, LeasedLimit
 
@@ -22,18 +21,12 @@ class Books:
 
     step: float = 0.0
     limit: LimitState = field(default_factory=lambda: LimitState(0.0, 0.0))
-    rows: dict[str, tuple[LeaseState, float]] = field(default_factory=dict[str, tuple[LeaseState, float]])
+    rows: dict[str, LeaseState] = field(default_factory=dict[str, LeaseState])
 
     def sync(self, holder: str, ask: LimitAsk, now: float) -> LimitAnswer:
         seconds = now + self.step
-        others = [
-            state.held
-            for name, (state, seen) in self.rows.items()
-            if name != holder and seconds - seen < leases.LEASE_SECONDS
-        ]
-        own = self.rows.get(holder)
-        self.limit, state, answer = lease(ask, self.limit, own and own[0], others, seconds)
-        self.rows[holder] = state, seconds
+        others = [state.held for name, state in self.rows.items() if name != holder and state.counts(seconds)]
+        self.limit, self.rows[holder], answer = lease(ask, self.limit, self.rows.get(holder), others, seconds)
         return answer
 
 
@@ -83,6 +76,9 @@ AHEAD = [*takes(0, 60), (0, ("pass", 1.0)), (0, ("whole", 0))]
 UNFAIR = [*AHEAD, *takes(1, 240), (0, ("no answer", 0)), *takes(1, 60, 3), *[(0, ("admit", 60))] * 4]
 # One is away for so long that the others no longer count what it holds.
 EXPIRED = [*AHEAD, (0, ("nothing", 0)), (0, ("pass", 100.0)), *takes(1, 300, 2), *[(0, ("admit", 60))] * 4]
+# The same, and it comes back: it asks for some of that, or gives it back.
+LATE = [*AHEAD, (0, ("pass", 100.0)), *takes(1, 300, 2)]
+LATE_USE, LATE_RETURN = [*LATE, *takes(0, 7)], [*LATE, (0, ("whole", 0)), (0, ("whole", 0)), *takes(1, 7)]
 STEP_BACK = [*takes(0, 300, 2), (0, ("step", -3600.0)), *takes(0, 300)]
 COURSE = st.lists(st.tuples(st.integers(0, 3), EVENTS), max_size=150)
 
@@ -131,6 +127,8 @@ def test_a_budget_is_never_exceeded_by_any_course_of_events(course: list[tuple[i
 @settings(max_examples=300, deadline=None)
 @given(COURSE)
 @example(EXPIRED)
+@example(LATE_USE)
+@example(LATE_RETURN)
 @example(STEP_BACK)
 def test_a_rate_is_never_exceeded_in_any_window(course: list[tuple[int, tuple[str, float]]]) -> None:
     """Requests are not given back. A step forward of the database's clock fills the bucket once."""
