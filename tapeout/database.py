@@ -16,11 +16,17 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 2
 STATEMENT_SECONDS = 5
-# Of libpq and the server: a machine that is gone must not hold a connection for minutes.
+# Of libpq and the server: a machine that is gone must not hold a connection for minutes, and a process that is stopped
+# or gone in the midst of a transaction must not keep its locks from the others.
 POSTGRES: dict[str, Any] = {
     "connect_timeout": CONNECT_SECONDS,
     "tcp_user_timeout": STATEMENT_SECONDS * 1000,
-    "options": f"-c statement_timeout={STATEMENT_SECONDS * 1000}",
+    # One that has the question, and dies before it answers, is noticed only by asking whether it is there.
+    "keepalives_idle": STATEMENT_SECONDS,
+    "keepalives_interval": STATEMENT_SECONDS,
+    "options": " ".join(
+        f"-c {name}={STATEMENT_SECONDS * 1000}" for name in ("statement_timeout", "idle_in_transaction_session_timeout")
+    ),
 }
 
 

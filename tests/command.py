@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,15 +39,16 @@ def served(
     folder: Path = ROOT,
     open_files: int = 0,
     command: str = "serve",
+    within: Sequence[str] = (),
 ) -> Iterator[Running]:
     """``tapeout serve`` on a free port, once it listens. ``variables``: its environment; ``open_files``: its limit.
 
-    ``command``: ``gateway`` instead.
+    ``command``: ``gateway`` instead. ``within``: words before it, see :class:`tests.network.Network`.
     """
     limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (open_files, open_files)) if open_files else None
     own_engine = command == "serve" and "--engine" not in options
     process = subprocess.Popen(
-        [*COMMAND, command, *options, "--port", "0", *(["--threads", "1"] if own_engine else [])],
+        [*within, *COMMAND, command, *options, "--port", "0", *(["--threads", "1"] if own_engine else [])],
         cwd=folder,
         stderr=subprocess.PIPE,
         text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,10 @@ UNJUDGED = "unjudged"  # a source that may not be served
 
 
 class ListeningEngine:
-    """Its process. ``address``: where it listens, which stays when it is started again. ``bundle``: also a folder."""
+    """Its process. ``address``: where it listens, which stays when it is started again. ``bundle``: also a folder.
+
+    ``within``: words before its command, see :class:`tests.network.Network`.
+    """
 
     def __init__(
         self,
@@ -33,8 +37,9 @@ class ListeningEngine:
         limits: Limits | None = None,
         address: str = "tcp:127.0.0.1:0",
         pool: Pool = "mixed",
+        within: Sequence[str] = (),
     ) -> None:
-        self.address, self.key = address, folder / "key"
+        self.address, self.key, self._within = address, folder / "key", within
         self.key.write_bytes(KEY + b"\n")
         self._start = Start(str(bundle or Faulty()), EngineSettings(threads=1, pool=pool), limits or Limits())
         self.process = self._started()
@@ -50,7 +55,7 @@ class ListeningEngine:
 
     def _started(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tests.listening_engine", self.address, str(self.key), self._start.encode()]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([*self._within, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         self.address = process.stdout.readline().strip()
         assert self.address, "it has not started"

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,10 @@ def _programs() -> Path | None:
 
 @dataclass
 class Postgres:
-    """``url``: of SQLAlchemy."""
+    """``url``: of SQLAlchemy; ``address``: the same from other machines, where it listens for these."""
 
     url: str
+    address: str
     process: subprocess.Popen[bytes]
     words: list[str]
 
@@ -60,8 +61,12 @@ class Postgres:
 
 
 @contextmanager
-def running_postgres(password: str = "") -> Generator[Postgres]:
-    """``password``: that everybody must give, each its own; this one is of the owner ``tapeout``."""
+def running_postgres(password: str = "", *, within: Sequence[str] = (), host: str = "") -> Generator[Postgres]:
+    """``password``: that everybody must give, each its own; this one is of the owner ``tapeout``.
+
+    ``within``, ``host``: words before the command and the address of a machine that it is on, see
+    :class:`tests.network.Network`.
+    """
     programs = _programs()
     if programs is None:
         pytest.skip("no postgres; `apt-get install postgresql`")
@@ -84,9 +89,15 @@ def running_postgres(password: str = "") -> Generator[Postgres]:
             stdout=subprocess.DEVNULL,
             cwd="/",
         )
-        words = [*user, str(programs / "postgres"), "-D", data, "-k", name, "-c", "listen_addresses="]
+        if host:
+            with (folder / "data" / "pg_hba.conf").open("a") as file:
+                file.write("host all all samenet trust\n")
+        words = [*within, *user, str(programs / "postgres"), "-D", data, "-k", name, "-c", f"listen_addresses={host}"]
         url = f"postgresql+psycopg://{login}@/postgres?host={name}"
-        found = Postgres(url, subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), words)
+        address = f"postgresql+psycopg://{login}@{host}/postgres"
+        found = Postgres(
+            url, address, subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), words
+        )
         try:
             found.wait()
             yield found

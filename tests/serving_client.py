@@ -177,7 +177,7 @@ async def run_call(
                         call.cancelled = True
                         return call
     except ApiError as error:
-        call.error = error
+        call.error, call.rejected = error, len(admitted) < len(hooks)
     finally:
         call.end = monotonic()
         for hook in admitted:

@@ -46,6 +46,7 @@ from runtime.wire.session import Session
 from tapeout.errors import RequestError, TapeoutError, one_line
 
 SEND_SECONDS = 10.0  # that a server has to read what was sent to it
+ASK_SECONDS = 10  # without a word on a connection, after which the kernel asks whether the other machine is there
 CLOSE_SECONDS = 1.0  # and what is left of it at the end
 GREETING_SECONDS = 5.0  # that it has to prove its key
 MOST_STRANGERS = 16  # connections that have not
@@ -362,6 +363,10 @@ class Connections:
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_SECONDS * 1000))
+            # An engine that has fetched blocks is sent nothing more: only so its end is noticed.
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                end.setsockopt(socket.IPPROTO_TCP, option, ASK_SECONDS)
         self._add(end)
 
     def _refuse_strangers(self) -> None:

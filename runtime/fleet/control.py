@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -76,6 +78,19 @@ def _quiet_serve() -> Any:
     return serve
 
 
+@contextmanager
+def _connected() -> Generator[None]:
+    """Ray prints on the standard output what goes wrong in the cluster, at any time: it goes to the standard error, and
+    Ray is left before a result is printed.
+    """
+    with redirect_stdout(sys.stderr):
+        try:
+            yield
+        finally:
+            if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+                ray.shutdown()
+
+
 class RayFleet:
     """``path``: of its file."""
 
@@ -85,6 +100,7 @@ class RayFleet:
         if self._plan.ray == LOCAL:
             self._local, self._file = LocalRay(self._plan.name), with_plan_beside(self._file, path)
 
+    @_connected()
     def up(self, source: Callable[[str], str]) -> dict[str, Any]:
         """Its status, once the engines and gateways are open. :class:`FleetError` says why one is not.
 
@@ -114,10 +130,12 @@ class RayFleet:
             self._remove()
             raise
 
+    @_connected()
     def status(self) -> dict[str, Any]:
         connect(self._plan)
         return self._status()
 
+    @_connected()
     def scale(self, engines: int | None, pool: str | None = None) -> dict[str, Any]:
         """``engines`` None: as the reports say. ``pool``: of the engines, where the file has `pools`."""
         pools = self._file.started
@@ -136,6 +154,7 @@ class RayFleet:
         self._ask("fix", wanted, engines)
         return self._status()
 
+    @_connected()
     def drain(self, address: str) -> dict[str, Any]:
         connect(self._plan)
         if not self._ask("drain", address):
@@ -143,6 +162,7 @@ class RayFleet:
             raise FleetError(f"no engine at {address}", expected=f"one of {here}")
         return self._status()
 
+    @_connected()
     def down(self) -> dict[str, Any]:
         """Requests have their time to end, where Ray still answers."""
         try:

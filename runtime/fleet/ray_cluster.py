@@ -77,7 +77,9 @@ class LocalRay:
 
     def use(self) -> None:
         """Have this process, and those that it starts, show the token. Before Ray is imported: it looks then."""
-        os.environ.pop("RAY_AUTH_TOKEN", None)  # of another cluster; it would go before
+        # Of another cluster: its token would go before, and its state would be taken for that of this one.
+        for name in ("RAY_AUTH_TOKEN", "RAY_REDIS_ADDRESS"):
+            os.environ.pop(name, None)
         os.environ |= {"RAY_AUTH_MODE": "token", TOKEN_PATH: str(self._token)}
 
     def make_folder(self) -> None:

@@ -69,6 +69,8 @@ class RayDiscovery:
 def main() -> None:
     """Of ``python -m runtime.fleet.ray_discovery PLAN``: a line of JSON, again and again, until standard input ends."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Ray prints on the standard output what goes wrong in the cluster, such as a head that has died.
+    told, sys.stdout = sys.stdout, sys.stderr
     plan = FleetPlan.model_validate_json(sys.argv[1])
     try:
         ray = connect(plan)
@@ -80,7 +82,7 @@ def main() -> None:
         if roster is not None:
             addresses = ray.get(roster.addresses.remote(), timeout=OLD_SECONDS)
             if addresses is not None:
-                print(json.dumps(addresses), flush=True)
+                print(json.dumps(addresses), file=told, flush=True)
         sleep(ASK_SECONDS)
 
 

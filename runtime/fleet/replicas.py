@@ -25,7 +25,7 @@ from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan import EnginePlan, FleetPlan, GatewayPlan
 from runtime.wire.address import read_key
 from runtime.wire.messages import Pool
-from tapeout.errors import TapeoutError
+from tapeout.errors import TapeoutError, one_line
 
 REPORT_SECONDS = 0.5
 UNLIST_SECONDS = 3.0  # until all gateways have read that an engine is listed no more
@@ -87,7 +87,7 @@ class _Replica:
                     async with asyncio.timeout(LOST_SECONDS):
                         await self._report()
             except Exception as error:  # of any kind: Ray has many, and the process goes on without the roster
-                log.warning("the roster of the fleet does not answer: %s", error)
+                log.warning("the roster of the fleet does not answer: %s", one_line(error) or type(error).__name__)
                 self._roster = None
             await asyncio.sleep(REPORT_SECONDS)
 

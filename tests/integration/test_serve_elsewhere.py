@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,31 @@ TALK = [{"role": "user", "content": "What is a list?"}]
 
 
 class Engine:
-    """The process of ``tapeout engine``. It listens at the same address whenever it is started."""
+    """The process of ``tapeout engine``. It listens at the same address whenever it is started.
 
-    def __init__(self, folder: Path, key: Path) -> None:
-        self.folder, self._key, self.address = folder, key, "tcp:127.0.0.1:0"
+    ``within``: words before the command, see :class:`tests.network.Network`. ``variables``: of its environment.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        key: Path,
+        address: str = "tcp:127.0.0.1:0",
+        within: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
+        self.folder, self._key, self.address = folder, key, address
+        self._within, self._variables = within, variables
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, bundle: Path) -> None:
         words = ["engine", str(bundle), "--listen", self.address, "--key-file", str(self._key), "--unsafe"]
         self.process = subprocess.Popen(
-            [*COMMAND, *words, "--threads", "1"],
+            [*self._within, *COMMAND, *words, "--threads", "1"],
             cwd=self.folder,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self._variables},
         )
         assert self.process.stderr is not None
         for line in self.process.stderr:

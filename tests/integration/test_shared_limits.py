@@ -13,11 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import sqlalchemy as sa
+from sqlalchemy import exc
 
 from runtime.gateway.accounts import shared_quotas
 from runtime.gateway.accounts.key_file import ApiKey
@@ -194,6 +197,41 @@ def test_while_the_database_is_away_requests_go_on_with_what_is_leased(postgres:
     finally:
         if postgres.process.poll() is not None:
             postgres.start()
+
+
+STOPPED = """
+import os, signal, sys
+from runtime.gateway.accounts import leases
+
+leases.database_seconds = lambda _: os.kill(os.getpid(), signal.SIGSTOP)  # it has locked the rows by then
+ask = leases.LimitAsk("k", "budget", 100, 0.0, 0.0, 40.0, 0.0, 0.0)
+leases.LeaseDatabase(sys.argv[1]).sync("stopped", [ask])
+"""
+
+
+def test_a_gateway_that_is_stopped_in_the_midst_of_a_transaction_holds_up_no_other(postgres: Postgres) -> None:
+    """Planted: its locks stay until it goes on, and others refuse what they have not leased."""
+    drop(postgres.url)
+    ask = LimitAsk("k", "budget", 100, 0.0, 0.0, 30.0, 0.0, 0.0)
+    database, granted = LeaseDatabase(postgres.url), list[float]()
+    database.sync("other", [ask])
+    stopped = subprocess.Popen([sys.executable, "-c", STOPPED, postgres.url], cwd=ROOT, stderr=subprocess.DEVNULL)
+
+    def answered() -> bool:
+        with suppress(exc.SQLAlchemyError):
+            granted.append(database.sync("other", [ask._replace(used=30.0, granted=30.0)])["k", "budget"].granted)
+        return bool(granted)
+
+    try:
+        wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
+        wait_for(answered, 60)
+        stopped.send_signal(signal.SIGCONT)
+        assert stopped.wait(60) != 0, "its transaction was ended"
+        assert granted == [60.0] and taken(postgres.url) == {"budget": 60}
+    finally:
+        stopped.kill()
+        stopped.wait()
+        database.close()
 
 
 def test_a_database_that_does_not_answer_holds_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

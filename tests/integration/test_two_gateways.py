@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from runtime.gateway.accounts.key_file import new_key
+from runtime.gateway.accounts.leases import LEASE_SECONDS
 from tests import command, web
 from tests.command import ROOT, Running
 from tests.exported import build_float, tiny_graph
@@ -26,7 +27,7 @@ from tests.integration.test_serve_elsewhere import Engine
 from tests.native import own_cache
 from tests.waiting import wait_for
 
-BUDGET, TOKENS = 6000, 60
+BUDGET, TOKENS, PACE = 6000, 60, 60
 TRIES = int(os.environ.get("GATEWAY_KILLS", "2"))
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "The list is", "min_tokens": TOKENS, "max_tokens": TOKENS, "seed": 3}
 
@@ -55,6 +56,7 @@ class Gateways:
         self._listed, self.folder, self.keys = str(engines[0].folder / "fleet.yaml"), folder, dict[str, str]()
         entries: list[dict[str, Any]] = []
         named = {"plain": {}, "other": {}, "poor": {"token_budget": BUDGET}, "slow": {"requests_per_minute": 20}}
+        named |= {"paced": {"requests_per_minute": PACE}}
         for name, limits in named.items():
             self.keys[name], digest = new_key()
             entries.append({"name": name, "hash": digest, **limits})
@@ -246,6 +248,42 @@ def test_another_tenant_with_the_same_idempotency_key_draws_otherwise(gateways: 
         return answer.json()["choices"][0]["text"]
 
     assert text(0, "plain") == text(1, "plain") != text(1, "other")
+
+
+def stop(gateways: Gateways, place: int) -> None:
+    """Not in the midst of a transaction: SQLite keeps its lock until the process goes on."""
+    process = gateways.running[place].process
+    while True:
+        process.send_signal(signal.SIGSTOP)
+        try:
+            with sqlite3.connect(gateways.folder / "limits.db", timeout=2, isolation_level=None) as database:
+                database.execute("BEGIN IMMEDIATE")
+                database.execute("ROLLBACK")
+            return
+        except sqlite3.OperationalError:
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
+
+
+@pytest.mark.skipif(os.environ.get("FLEET_DRILLS") != "all", reason="takes minutes: FLEET_DRILLS=all")
+def test_what_a_stopped_gateway_holds_of_a_rate_goes_to_the_other_one(gateways: Gateways) -> None:
+    """After 90 seconds, and it does not use that when it goes on."""
+
+    def admitted(place: int, times: int) -> int:
+        return sum(gateways.ask(place, "paced", **one).status_code == 200 for _ in range(times))
+
+    one = {"max_tokens": 1, "min_tokens": 1}
+    assert admitted(0, 10) == 10
+    stop(gateways, 0)
+    try:
+        time.sleep(LEASE_SECONDS + 10)
+        begin = time.monotonic()
+        assert admitted(1, PACE) == PACE, "nothing is kept for the one that is stopped"
+    finally:
+        gateways.running[0].process.send_signal(signal.SIGCONT)
+    late = admitted(0, 20) + admitted(1, 20)
+    assert late <= (time.monotonic() - begin) * PACE / 60 + 1
+    wait_for(lambda: gateways.ask(0, "paced", **one).status_code == 200)
 
 
 def test_a_gateway_that_drains_ends_its_requests_and_no_others(gateways: Gateways) -> None:

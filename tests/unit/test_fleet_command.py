@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from time import monotonic
@@ -13,12 +14,14 @@ import pytest
 import yaml
 
 from pipeline.cli.main import main
+from runtime.fleet import control
 from runtime.fleet.control import read_plan, require_room
 from runtime.fleet.local import LocalFleet
 from runtime.fleet.ray_cluster import FleetError
 from runtime.fleet.replicas import WANTED, carry_out, resolved
 from runtime.fleet.roster import Place
 from runtime.gateway.fleet.discovery import FleetFile, FleetFileError, FromFile
+from tests.command import ROOT
 
 UP = "key: engine.key\nup: {bundle: b, name: nowhere}\nscaling: {least: 2, most: 3}\n"
 
@@ -193,3 +196,54 @@ def test_each_pool_has_its_own_number_of_engines(tmp_path: Path, capsys: pytest.
     assert "1 to 2, as `pools.decode` in the file says" in run(capsys, "scale", str(path), "3", "--pool", "decode")
     written(tmp_path)
     assert "no pools, and --pool is decode" in run(capsys, "scale", str(path), "2", "--pool", "decode")
+
+
+def test_what_ray_prints_is_not_in_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It tells every driver of a head that has died, at any time. Planted: among the JSON, and behind it."""
+
+    class Ray:
+        connected = False
+
+        def is_initialized(self) -> bool:
+            return self.connected
+
+        def shutdown(self) -> None:
+            self.connected = False
+
+    ray = Ray()
+
+    def connect(_: object) -> None:
+        ray.connected = True
+        print("(raylet) a node has died")
+
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(control, "connect", connect)
+    monkeypatch.setattr(control.RayFleet, "_status", lambda _: {"state": "RUNNING"})
+    assert main(["fleet", "status", str(written(tmp_path)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"state": "RUNNING"} and not ray.connected
+
+
+DISCOVERY = """
+from types import SimpleNamespace
+from runtime.fleet import ray_discovery as it
+
+asked = SimpleNamespace(addresses=SimpleNamespace(remote=lambda: ["tcp:127.0.0.1:7000"]))
+it.connect = lambda _: print("(raylet) a node has died") or SimpleNamespace(get=lambda found, timeout: found)
+it.find_roster = lambda _: asked
+it.main()
+"""
+
+
+def test_what_ray_prints_is_not_among_addresses(tmp_path: Path) -> None:
+    """Planted: a gateway takes it for one, and reads no others any more."""
+    plan = read_plan(written(tmp_path))[1].model_dump_json()
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", DISCOVERY, plan]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd=ROOT, text=True) as asking:
+        assert asking.stdin is not None and asking.stdout is not None
+        try:
+            assert json.loads(asking.stdout.readline()) == ["tcp:127.0.0.1:7000"]
+        finally:
+            asking.stdin.close()

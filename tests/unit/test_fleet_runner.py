@@ -248,3 +248,13 @@ def test_a_fleet_of_this_machine_ends_its_processes_and_no_other() -> None:
     finally:
         other.kill()
         other.communicate()
+
+
+def test_a_ray_of_this_machine_takes_no_state_of_another_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the head that runs here, say. Planted: it starts what that cluster has in its Redis."""
+    for name in ("RAY_AUTH_MODE", TOKEN_PATH, "RAY_AUTH_TOKEN", "RAY_REDIS_ADDRESS"):
+        monkeypatch.setenv(name, "of another cluster")
+    ray = LocalRay(f"unit-{os.getpid()}")
+    ray.use()
+    assert os.environ[TOKEN_PATH] == str(ray.folder / "token")
+    assert "of another cluster" not in os.environ.values()

@@ -69,13 +69,22 @@ class Refuse(Hook):
         raise self.error
 
 
+class Fail(Refuse):
+    """Once it has a token."""
+
+    def admit(self, call: Call) -> None: ...
+
+    def tokens(self, call: Call, choice: int, count: int, now: float) -> None:
+        raise self.error
+
+
 def test_refused_requests_are_not_among_those_that_ended() -> None:
     client = LocalClient()
     metrics = Metrics(client, "m")
-    for status in (400, 429, 503, 408):
-        asyncio.run(run_call(client, [metrics, Refuse(status)]))
+    for hook in (Refuse(400), Refuse(429), Refuse(503), Fail(503), Fail(408)):
+        asyncio.run(run_call(client, [metrics, hook]))
     found = values(metrics)
-    assert found["tapeout:requests_refused_total[('reason', 'planted')]"] == 2
+    assert found["tapeout:requests_refused_total[('reason', 'planted')]"] == 3
     assert found["vllm:request_success_total[('finished_reason', 'error')]"] == 1
     assert found["vllm:request_success_total[('finished_reason', 'timeout')]"] == 1
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
+from runtime.gateway.accounts import shared_quotas
 from runtime.gateway.accounts.key_file import ApiKey
 from runtime.gateway.accounts.keys import Keys
+from runtime.gateway.accounts.leases import LimitAnswer, LimitAsk
 from runtime.gateway.accounts.quotas import KeyQuota, Quota
 from runtime.gateway.accounts.shared_quotas import SYNC_SECONDS, SharedQuotas
 from runtime.gateway.http.service import Service
@@ -122,3 +126,50 @@ def test_a_database_that_cannot_be_reached_is_named_at_the_start_and_is_used_onc
 
     asyncio.run(use())
     operations.close()
+
+
+@pytest.mark.parametrize("late", ["question", "answer"])
+def test_a_rate_that_was_leased_too_long_ago_is_not_used(
+    late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as by a gateway that was stopped: others use it by then. A budget stays its own.
+
+    Planted: only the next transaction ends it, or a late answer counts as new.
+    """
+    monkeypatch.setattr(shared_quotas, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(shared_quotas, "SYNC_SECONDS", 0.05)
+    asked, answered, ending = Event(), Event(), Event()
+
+    async def use() -> None:
+        shared = SharedQuotas(f"sqlite:///{tmp_path}/limits.db")
+        rated, counted = ApiKey(name="r", hash="0" * 64, requests_per_minute=600), key(token_budget=10_000)
+        rate, budget = shared.quota(rated, 0), shared.quota(counted, 0)
+        for _ in range(20):  # a pace, for which more is leased ahead
+            for quota in (rate, budget):
+                await quota.prepare(1)
+                quota.admit(1).settle(1)
+            await asyncio.sleep(0.02)
+        sync = shared._database.sync  # pyright: ignore[reportPrivateUsage]
+
+        def slow(holder: str, asks: list[LimitAsk]) -> dict[tuple[str, str], LimitAnswer]:
+            answers = sync(holder, asks) if late == "answer" else None
+            asked.set()
+            ending.wait(2.0)
+            answered.set()
+            return answers or sync(holder, asks)
+
+        monkeypatch.setattr(shared._database, "sync", slow)  # pyright: ignore[reportPrivateUsage]
+        await until(asked.is_set)
+        if late == "answer":
+            await until(answered.is_set)
+            await asyncio.sleep(0.1)
+        else:
+            await asyncio.sleep(0.7)
+        with pytest.raises(ApiError) as refused:
+            rate.admit(1)
+        assert (refused.value.status, refused.value.code) == (503, "limits_unavailable")
+        budget.admit(1).settle(1)
+        ending.set()
+        await until(lambda: rate.requests.fits(1, time.monotonic()))
+
+    asyncio.run(use())

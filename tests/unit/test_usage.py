@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import time
 from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
+from threading import Event
 from typing import Any
 from uuid import uuid4
 
@@ -77,8 +79,10 @@ def refuse(usage: Usage, call: Call) -> None:
 def crash(usage: Usage) -> None:
     """Stop everything without writing: what the death of the process leaves."""
     usage._stop.set()
-    usage._turn = lambda wait, progress: wait  # the last turn writes nothing  # pyright: ignore
-    usage._thread.join()
+    usage._turn = lambda wait: wait  # the last turns write nothing  # pyright: ignore
+    usage._write_journal = lambda progress: None  # pyright: ignore
+    for thread in usage._threads:
+        thread.join()
     usage._file.close()
     usage._guard.close()
 
@@ -161,6 +165,91 @@ def test_a_full_disk_refuses_requests_and_keeps_those_that_end(place: Place) -> 
     usage._file = journal
     usage.close()
     assert [row["completion_tokens"] for row in place.rows().values()] == [8]
+
+
+def full(usage: Usage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line can be written from now on, until the patch is undone."""
+
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(usage, "_append", write)
+
+
+def test_what_ends_on_a_full_disk_is_in_the_journal_once_there_is_room(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Planted: it is in memory alone until the database answers, and a kill loses its counts."""
+    usage = place.open()
+    monkeypatch.setattr(usage, "_write_database", lambda: None)  # it does not answer
+    request, refused = begin(usage), begin(usage)
+    with monkeypatch.context() as patch:
+        full(usage, patch)
+        end(usage, request, 8)
+        refuse(usage, refused)
+        for _ in range(2):
+            with pytest.raises(ApiError):
+                begin(usage)
+        assert "No space left" in usage.failed
+    wait_for(lambda: usage.failed == "")
+    crash(usage)
+    place.open().close()
+    assert [(row["finish_reason"], row["completion_tokens"]) for row in place.rows().values()] == [("stop", 8)]
+    assert [
+        record.getMessage().partition(" until ")[0] for record in caplog.records if record.levelname == "ERROR"
+    ] == ["no request is admitted"]
+
+
+def test_the_database_gets_what_a_full_disk_keeps_from_the_journal(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: what cannot be written to one of them keeps it from the other."""
+    usage = place.open()
+    running, request = begin(usage), begin(usage)
+    with monkeypatch.context() as patch:
+        full(usage, patch)
+        progress(usage, running, 3)
+        end(usage, request, 8)
+        wait_for(lambda: usage.pending == 0)
+        assert usage.failed
+    wait_for(lambda: usage.failed == "")
+    end(usage, running, 1)
+    usage.close()
+    assert sorted(row["completion_tokens"] for row in place.rows().values()) == [4, 8]
+
+
+def test_progress_is_in_the_journal_while_the_database_does_not_answer(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: one thread for both, which waits for the database."""
+    usage, asked, answers = place.open(), Event(), Event()
+    monkeypatch.setattr(usage, "_write_database", lambda: (asked.set(), answers.wait(60)))
+    request = begin(usage)
+    assert asked.wait(60)
+    progress(usage, request, 7)
+    wait_for(lambda: b'"progress"' in usage._path.read_bytes())
+    answers.set()
+    crash(usage)
+    place.open().close()
+    assert [row["completion_tokens"] for row in place.rows().values()] == [7]
+
+
+def test_a_journal_that_cannot_be_replaced_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: it is left with lines that count, and so is half of its successor."""
+    usage = place.open()
+    kept, refused = begin(usage), begin(usage)
+    path = usage._path
+    with monkeypatch.context() as patch:
+        full(usage, patch)
+        usage._roll()
+    assert list(place.journal.glob("*.jsonl")) == [path]
+    refuse(usage, refused)
+    progress(usage, kept, 6)
+    usage._roll()
+    assert list(place.journal.glob("*.jsonl")) == [usage._path] != [path]
+    crash(usage)
+    place.open().close()
+    assert [row["completion_tokens"] for row in place.rows().values()] == [6]
 
 
 def test_records_wait_for_a_database_that_is_locked(place: Place, caplog: pytest.LogCaptureFixture) -> None:

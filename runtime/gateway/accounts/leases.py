@@ -11,7 +11,8 @@ Before a gateway asks for less than it was granted, it stops using the rest.
 
 - A gateway that is killed leaves what it held taken: of a rate that comes back with time, of a budget it stays used.
 - A gateway that has not reached the database for :data:`STALE_SECONDS` stops using what it holds of rates, and after
-  :data:`LEASE_SECONDS` the others count it no more. What it holds of budgets stays its own.
+  :data:`LEASE_SECONDS` the others count it no more: it is not used nor given back when the gateway is there again. What
+  it holds of budgets stays its own.
 - All ages are of the database's clock. A step forward fills buckets, once; a step back delays them.
 """
 
@@ -73,18 +74,25 @@ class LimitState(NamedTuple):
 
 
 class LeaseState(NamedTuple):
-    """A row of a gateway. ``held``: of what it was granted, not used when it last said so."""
+    """A row of a gateway. ``held``: of what it was granted, not used when it last said so, at ``seen_at``."""
 
     granted: float
     held: float
+    seen_at: float
+
+    def counts(self, now: float) -> bool:
+        return now - self.seen_at < LEASE_SECONDS
 
 
 def lease(
     ask: LimitAsk, limit: LimitState, own: LeaseState | None, others: Sequence[float], now: float
 ) -> tuple[LimitState, LeaseState, LimitAnswer]:
     """One step of the books. ``others``: what the other gateways hold."""
-    granted, held = (ask.granted, 0.0) if own is None else own
     rate = ask.per_second > 0
+    if own is not None and (own.counts(now) or not rate):
+        granted, held = own.granted, own.held
+    else:  # of a rate others may have what it held
+        granted, held = ask.used if rate else ask.granted, 0.0
     taken = limit.taken
     if rate:  # what is held is no longer in the bucket, so the bucket fills only up to that
         taken = max(taken - max(now - limit.at, 0.0) * ask.per_second, min(taken, held + sum(others)))
@@ -100,7 +108,7 @@ def lease(
         answer = LimitAnswer(granted, max(ask.size - taken, 0.0), fair)
     held = max(granted - ask.used, 0.0)
     taken = max(taken, held + sum(others) if rate else 0.0)
-    return LimitState(taken, now), LeaseState(granted, held), answer
+    return LimitState(taken, now), LeaseState(granted, held, now), answer
 
 
 class LeaseDatabase:
@@ -168,11 +176,14 @@ class LeaseDatabase:
         known = {(row.key, row.kind): LimitState(row.taken, row.at) for row in connection.execute(query)}
         now = database_seconds(connection)
         rows = connection.execute(sa.select(self._leases).where(leases.key.in_(keys))).all()
-        mine = {(row.key, row.kind): LeaseState(row.granted, row.held) for row in rows if row.holder == holder}
+        mine: dict[tuple[str, str], LeaseState] = {}
         theirs: dict[tuple[str, str], list[float]] = {}
         for row in rows:
-            if row.holder != holder and now - row.seen_at < LEASE_SECONDS:
-                theirs.setdefault((row.key, row.kind), []).append(row.held)
+            place, found = (row.key, row.kind), LeaseState(row.granted, row.held, row.seen_at)
+            if row.holder == holder:
+                mine[place] = found
+            elif found.counts(now):
+                theirs.setdefault(place, []).append(found.held)
         changed: list[dict[str, Any]] = []
         written: list[dict[str, Any]] = []
         answers: dict[tuple[str, str], LimitAnswer] = {}
@@ -181,7 +192,7 @@ class LeaseDatabase:
             limit, own, answer = lease(ask, known[place], mine.get(place), theirs.get(place, []), now)
             names = {"key": ask.key, "kind": ask.kind}
             changed.append(names | limit._asdict())
-            written.append(names | own._asdict() | {"holder": holder, "seen_at": now})
+            written.append(names | own._asdict() | {"holder": holder})
             answers[place] = answer
         for table, found in ((self._limits, changed), (self._leases, written)):
             insert = _insert(connection, table)

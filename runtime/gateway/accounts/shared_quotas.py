@@ -63,8 +63,14 @@ class LeasedLimit:
         """Less than a quarter of what should be at hand."""
         return self.size is not None and self.most - self.used < self._keep / 4
 
-    def fits(self, amount: float) -> bool:
-        return self.size is None or self.used + amount <= self.most
+    def fits(self, amount: float, now: float) -> bool:
+        """Of a rate nothing does where the lease is old: others may use it by now. The next transaction may be late,
+        such as where this process was stopped.
+        """
+        return self.size is None or (self.used + amount <= self.most and not self._stale(now))
+
+    def _stale(self, now: float) -> bool:
+        return bool(self.per_second) and now - self.free_at > STALE_SECONDS
 
     @property
     def counts(self) -> bool:
@@ -104,7 +110,7 @@ class LeasedLimit:
         if not self.counts:
             return None
         self._keep = min(math.ceil(self._pace * AHEAD_SECONDS), self.fair)
-        if self.per_second and now - self.free_at > STALE_SECONDS:
+        if self._stale(now):
             self.most = min(self.most, self.used)
         if hold:
             self._keep = max(self._keep, self.most - self.used)
@@ -117,9 +123,10 @@ class LeasedLimit:
         self.most = min(self.most, found.target)
         return found
 
-    def answered(self, ask: LimitAsk, answer: LimitAnswer, now: float) -> None:
+    def answered(self, ask: LimitAsk, answer: LimitAnswer, asked_at: float) -> None:
+        """``asked_at``: the answer is as old as the question."""
         self.granted = self.most = answer.granted
-        self.free, self.free_at, self.fair = answer.free, now, answer.fair
+        self.free, self.free_at, self.fair = answer.free, asked_at, answer.fair
         self._known = (ask.used, answer.granted)
 
 
@@ -179,7 +186,8 @@ class LeasedQuota:
         return found
 
     def _fits(self, tokens: int) -> bool:
-        return self.requests.fits(1) and self.tokens.fits(tokens) and self.budget.fits(tokens)
+        now = time.monotonic()
+        return self.requests.fits(1, now) and self.tokens.fits(tokens, now) and self.budget.fits(tokens, now)
 
     def _too_much(self, tokens: int) -> bool:
         """As far as is known there is not so much, here or elsewhere."""
@@ -296,7 +304,7 @@ class SharedQuotas:
             if not asked and self.reached and not self._failed:
                 continue
             waiting, self._waiting = self._waiting, []
-            self._begun = time.monotonic()
+            self._begun = begun = time.monotonic()
             try:
                 answers = await asyncio.to_thread(self._database.sync, self._holder, [ask for _, ask in asked])
             except Exception as error:  # of any kind: requests go on with what there is
@@ -304,7 +312,7 @@ class SharedQuotas:
             else:
                 self._log("")
                 self.reached = True
-                self._take(asked, answers)
+                self._take(asked, answers, begun)
             self._begun = None
             for waiter in waiting:
                 if not waiter.done():
@@ -312,18 +320,19 @@ class SharedQuotas:
             await asyncio.sleep(SYNC_SECONDS / 2 if self._failed else LEAST_SECONDS)
 
     def _sync(self) -> None:
-        asked = self._asks(hold=False)
-        self._take(asked, self._database.sync(self._holder, [ask for _, ask in asked]))
+        asked, begun = self._asks(hold=False), time.monotonic()
+        self._take(asked, self._database.sync(self._holder, [ask for _, ask in asked]), begun)
 
     def _asks(self, *, hold: bool) -> list[tuple[LeasedLimit, LimitAsk]]:
         now = time.monotonic()
         found = [(limit, limit.ask(quota.key.name, now, hold)) for quota in self._quotas for limit in quota.limits]
         return [(limit, ask) for limit, ask in found if ask is not None]
 
-    def _take(self, asked: list[tuple[LeasedLimit, LimitAsk]], answers: dict[tuple[str, str], LimitAnswer]) -> None:
-        now = time.monotonic()
+    def _take(
+        self, asked: list[tuple[LeasedLimit, LimitAsk]], answers: dict[tuple[str, str], LimitAnswer], asked_at: float
+    ) -> None:
         for limit, ask in asked:
-            limit.answered(ask, answers[ask.key, ask.kind], now)
+            limit.answered(ask, answers[ask.key, ask.kind], asked_at)
 
     def _log(self, failed: str) -> None:
         if failed and not self._failed and not self.reached:

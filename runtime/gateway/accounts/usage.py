@@ -11,7 +11,8 @@ thread copies ended requests to the database in batches, and the journal is repl
 - if the machine itself fails, what the journal got in its last second may be lost (it is synced once a second).
 
 ``usage.journal/000001.jsonl`` holds lines ``[kind, …]``. Each begins with a line break, so one that was cut off by a
-full disk does not spoil the next.
+full disk does not spoil the next. While the journal cannot be written, nothing is admitted; what ends meanwhile is in
+memory and in the database, and comes into the journal once there is room.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from runtime.gateway.protocol.calls import Call, Hook
 from runtime.gateway.protocol.errors import ApiError
@@ -97,10 +101,11 @@ class _Running:
     completion_tokens: int = 0
 
 
-class Usage(Hook):
+class Usage(Hook, Collector):
     """A hook of all calls. One per journal, which is locked.
 
-    Replays what an earlier process left, then starts the writer thread.
+    Replays what an earlier process left, then starts its threads. ``failed``: why the journal cannot be written;
+    empty where it can.
     """
 
     def __init__(self, url: str = "sqlite:///usage.db", journal: Path = Path("usage.journal")) -> None:
@@ -109,17 +114,20 @@ class Usage(Hook):
         self._lock = threading.Lock()
         self._open: dict[str, _Running] = {}
         self._ended: list[UsageRecord] = []
+        self._late: list[tuple[str, Any]] = []  # lines of the journal that there was no room for
+        self.failed = ""
         self._written = 0  # bytes of the journal file
         left = sorted(journal.glob("*.jsonl"))
-        for batch in _batches(replay(left)):
-            _insert(self._engine, self._table, batch)
+        self._write_left(replay(left))
         self._number = max((int(path.stem) for path in left), default=0) + 1
         self._file = self._next_file()
         for path in left:
             path.unlink()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
-        self._thread.start()
+        writers = {"usage-journal": self._keep_journal, "usage-database": self._keep_database}
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in writers.items()]
+        for thread in self._threads:
+            thread.start()
 
     def admit(self, call: Call) -> None:
         """:class:`ApiError` 503 if the journal cannot be written: what cannot be counted is not admitted."""
@@ -139,7 +147,7 @@ class Usage(Hook):
             try:
                 self._append("begin", asdict(record))
             except OSError as error:
-                log.error("%s cannot be written: %s", self._folder, one_line(error))
+                self._journal_fails(error)
                 raise ApiError(503, "usage records cannot be written", code="usage_unavailable") from error
             self._open[call.id] = _Running(record)
 
@@ -158,10 +166,12 @@ class Usage(Hook):
                 first_token_seconds=call.first_token and call.first_token - call.arrival,
                 seconds=call.end - call.arrival,
             )
+            line: tuple[str, Any] = ("discard", call.id) if call.refused else ("end", asdict(record))
             try:
-                self._append(*(("discard", call.id) if call.refused else ("end", asdict(record))))
+                self._append(*line)
             except OSError as error:
-                log.error("the end of a call is not in %s: %s", self._folder, one_line(error))
+                self._late.append(line)
+                self._journal_fails(error)
             if not call.refused:
                 self._ended.append(record)
 
@@ -174,16 +184,36 @@ class Usage(Hook):
         """Ended requests that the database does not have yet."""
         return len(self._ended)
 
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "tapeout:usage_records_waiting", "Usage records that the database does not have yet.", value=self.pending
+        )
+
     def close(self) -> None:
         """Write what has ended. What is still open becomes ``interrupted`` at the next start."""
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         with self._lock:
             if not self._open and not self._ended:
                 self._path.unlink()
             self._file.close()
             self._guard.close()
         self._engine.dispose()
+
+    def _write_left(self, records: list[UsageRecord]) -> None:
+        """What an earlier process has left. :class:`UsageError` where the database does not take it."""
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            for batch in _batches(records):
+                _insert(self._engine, self._table, batch)
+        except SQLAlchemyError as error:
+            raise UsageError(
+                f"{len(records)} usage records in {self._folder} cannot be written to the database: {one_line(error)}",
+                expected="a database that takes what an earlier server has left",
+                remedy="make room on its disk, or see what keeps it from writing; the journal keeps the records",
+            ) from error
 
     def _append(self, kind: str, content: Any) -> None:
         line = b"\n" + json.dumps([kind, content], separators=(",", ":")).encode()
@@ -192,24 +222,56 @@ class Usage(Hook):
         if done < len(line):
             raise OSError(f"only {done} of {len(line)} bytes were written")
 
-    def _run(self) -> None:
-        wait, progress = PROGRESS_SECONDS, dict[str, int]()
-        while not self._stop.wait(wait):
-            wait = self._turn(wait, progress)
-        self._turn(wait, progress)
+    def _keep_journal(self) -> None:
+        """Of a thread."""
+        progress = dict[str, int]()
+        while not self._stop.wait(PROGRESS_SECONDS):
+            self._write_journal(progress)
+        self._write_journal(progress)
 
-    def _turn(self, wait: float, progress: dict[str, int]) -> float:
-        """One round of the writer thread; gives the seconds until the next."""
+    def _write_journal(self, progress: dict[str, int]) -> None:
+        """What is not in it yet."""
         try:
+            self._write_late()
             self._write_progress(progress)
             os.fsync(self._file.fileno())
-            self._write_database()
-            if self._written > ROLL_BYTES:
+            if self._written > ROLL_BYTES and self.pending < BATCH:
                 self._roll()
+        except Exception as error:  # of any kind: the thread must not end
+            self._journal_fails(error)
+
+    def _keep_database(self) -> None:
+        """Of another thread: a database that does not answer must not keep progress from the journal."""
+        wait = PROGRESS_SECONDS
+        while not self._stop.wait(wait):
+            wait = self._turn(wait)
+        self._turn(wait)
+
+    def _turn(self, wait: float) -> float:
+        """Write what has ended to the database; gives the seconds until the next time."""
+        try:
+            self._write_database()
         except Exception as error:  # the journal keeps what the database does not take
             log.error("%d usage records wait for the database: %s", self.pending, one_line(error))
             return min(2 * wait, LONGEST_RETRY)
         return PROGRESS_SECONDS
+
+    def _journal_fails(self, error: Exception) -> None:
+        if not self.failed:
+            log.error("no request is admitted until %s can be written: %s", self._folder, one_line(error))
+        self.failed = one_line(error)
+
+    def _write_late(self) -> None:
+        """What there was no room for; a line without content where only that is to be seen."""
+        if not self.failed:
+            return
+        with self._lock:
+            self._append("progress", {})
+            while self._late:
+                self._append(*self._late[0])
+                del self._late[0]
+            self.failed = ""
+        log.warning("%s can be written again", self._folder)
 
     def _write_progress(self, written: dict[str, int]) -> None:
         with self._lock:
@@ -226,15 +288,23 @@ class Usage(Hook):
                 del self._ended[: len(batch)]
 
     def _roll(self) -> None:
-        """Go on in a new file that holds all that still counts, then remove the old one."""
+        """Go on in a new file that holds all that still counts, then remove the old one; or stay with the old one."""
         with self._lock:
             old, old_path = self._file, self._path
-            self._file = self._next_file()
-            for running in self._open.values():
-                self._append("begin", asdict(replace(running.record, completion_tokens=running.completion_tokens)))
-            for record in self._ended:
-                self._append("end", asdict(record))
-            os.fsync(self._file.fileno())
+            try:
+                self._file = self._next_file()
+                for running in self._open.values():
+                    self._append("begin", asdict(replace(running.record, completion_tokens=running.completion_tokens)))
+                for record in self._ended:
+                    self._append("end", asdict(record))
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                log.warning("%s stays, since no other file can be written: %s", old_path, one_line(error))
+                if self._file is not old:
+                    self._file.close()
+                    self._path.unlink()
+                self._file, self._path, self._written = old, old_path, 0  # tried again once it has grown as much
+                return
         old.close()
         old_path.unlink()
 

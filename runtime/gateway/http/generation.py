@@ -61,7 +61,7 @@ async def generate(
         call.cancelled = len(call.finish_reasons) < call.choices
         raise
     except Exception as error:
-        call.error = from_exception(error)
+        call.error, call.rejected = from_exception(error), len(admitted) < len(hooks)
         raise call.error from error
     finally:
         call.end = time.monotonic()

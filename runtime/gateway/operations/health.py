@@ -13,7 +13,8 @@ from runtime.gateway.engines.client import EngineClient
 
 class Health:
     """``draining``: the server was told to stop. ``limited``: limits that others know, too, can be looked up.
-    ``away``: why no request is taken while no engine is ready.
+    ``uncounted``: why usage cannot be recorded, so that requests are refused; empty where it can. ``away``: why no
+    request is taken while no engine is ready.
     """
 
     def __init__(
@@ -21,9 +22,11 @@ class Health:
         client: EngineClient,
         draining: Callable[[], bool],
         limited: Callable[[], bool] = lambda: True,
+        uncounted: Callable[[], str] = lambda: "",
         away: Callable[[], str] = lambda: "the engine is being started again",
     ) -> None:
         self._client, self._draining, self._limited, self._away = client, draining, limited, away
+        self._uncounted = uncounted
 
     def unhealthy(self) -> str | None:
         """Why the server should be restarted, unless the engine is healthy again soon."""
@@ -41,6 +44,8 @@ class Health:
             return unhealthy
         if not self._client.ready:
             return self._away()
+        if uncounted := self._uncounted():
+            return f"usage records cannot be written: {uncounted}"
         return None if self._limited() else "the database of the limits has not answered since this server started"
 
     def routes(self) -> list[Route]:

@@ -95,11 +95,13 @@ class Operations:
             client,
             lambda: self._service is not None and self._service.draining,
             lambda: shared is None or shared.reached,
+            lambda: "" if self.usage is None else self.usage.failed,
             **({} if fleet is None else {"away": fleet.away}),
         )
         self.keys = Keys(settings.api_keys, settings.keys_file, self.shared and self.shared.quota)
         self.usage = Usage(settings.usage_database, settings.usage_journal) if settings.usage_database else None
         if self.usage is not None:
+            self.metrics.registry.register(self.usage)
             self.keys.used = self.usage.tokens_by_key()
         elif self.keys.have_budgets and self.shared is None:
             raise KeyFileError(

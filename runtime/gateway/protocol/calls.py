@@ -77,13 +77,16 @@ class Call:
     finish_reasons: dict[int, str] = field(default_factory=dict[int, str])
     responses: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
     error: ApiError | None = None
+    rejected: bool = False  # by a hook
     cancelled: bool = False
     answer: Answered | None = None
 
     @property
     def refused(self) -> bool:
-        """It was not admitted: it can never run, or a queue or a limit was full."""
-        return self.error is not None and self.error.status in (400, 403, 429) and self.first_token is None
+        """It was not admitted: it can never run, a queue or a limit was full, or it could not be counted."""
+        if self.error is None or self.first_token is not None:
+            return False
+        return self.rejected or self.error.status in (400, 403, 429)
 
     @property
     def choices(self) -> int:
