@@ -46,6 +46,7 @@ def first(tmp_path: Path) -> Path:
     code = folder / "artifacts" / "environment" / "code"
     code.mkdir(parents=True)
     (code / "gate.json").write_text("{}")
+    (code.parent / "libraries.json").write_text("{}")
     (folder / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"gate": STAGE}}))
     (folder / ".gitignore").write_text("/artifacts/\n")
     assert run(folder, "dvc", "init", "--no-scm").returncode == 0

@@ -20,7 +20,8 @@ __device__ __forceinline__ void linear_few(const BlockLinear& p) {
   int chunk = slice_begin(chunks, warp);
 
   enum { BYTES = TILE * CHUNK / 8 * BITS };
-  const uint32_t* plain_rows = kept(static_cast<const uint32_t*>(w.scales) + rows_at(w, tile, 0, g));
+  const uint32_t* plain_rows = nullptr;
+  if constexpr (PLAIN) plain_rows = kept(static_cast<const uint32_t*>(w.scales) + rows_at(w, tile, 0, g));
   const int shift = w.group_shift - 6; /* of plain weights: chunks that share a scale */
   enum { SAME_PLACE = BITS % 4 == 0 }; /* a lane has 16 bytes of each plane */
   const uint8_t* from =
