@@ -5,6 +5,8 @@ What is compared between machines is the database's own clock (:func:`database_s
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 2
 STATEMENT_SECONDS = 5
+SQLITE_AGAIN_SECONDS = 0.02
 # Of libpq and the server: a machine that is gone must not hold a connection for minutes, and a process that is stopped
 # or gone in the midst of a transaction must not keep its locks from the others.
 POSTGRES: dict[str, Any] = {
@@ -153,7 +156,20 @@ def _lengthen(connection: Connection, table: Table, columns: Sequence[ReflectedC
             ) from error
 
 
-def _prepare_sqlite(connection: Any, _: Any) -> None:
+def _prepare_sqlite(connection: sqlite3.Connection, _: Any) -> None:
     # Readers do not block the writer, and a transaction that has ended is on the disk.
-    connection.execute("PRAGMA journal_mode=WAL")
+    deadline = time.monotonic() + STATEMENT_SECONDS
+    while not _has_write_ahead_log(connection, time.monotonic() > deadline):
+        time.sleep(SQLITE_AGAIN_SECONDS)
     connection.execute("PRAGMA synchronous=FULL")
+
+
+def _has_write_ahead_log(connection: sqlite3.Connection, last: bool) -> bool:
+    """SQLite waits for locks, but not for those of another process that changes a new file in the same way."""
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+    except sqlite3.OperationalError as error:
+        if last or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            raise
+        return False
+    return True
