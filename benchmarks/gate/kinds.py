@@ -16,7 +16,7 @@ from evals.check import Outcome, combine
 from evals.conditions import times_bound
 from evals.kind import Bounds
 from evals.kinds import serving, source, speed, tasks
-from evals.kinds.serving import ServingReport
+from evals.kinds.serving import ServingReport, ServingSettings
 from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceReport, TextFile
 from evals.kinds.tasks import ChoiceItem
 
@@ -137,6 +137,7 @@ def source_rows(run: Run, bounds: Bounds) -> Iterator[Row]:
 def serving_rows(bounds: Bounds) -> Iterator[Row]:
     assert isinstance(bounds, serving.ServingBounds)
     record = ServingReport.model_construct(
+        asked=ServingSettings(),
         slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0, moved_tokens=0,
         draws=made.draws(), pressure=made.pressure(),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from evals.gate import judge
 from evals.kind import Bounds, Evidence, Report
 from evals.kinds.parity import ParityReport
 from evals.kinds.proof import ProofSummary
-from evals.kinds.serving import ServingReport
+from evals.kinds.serving import ServingReport, ServingSettings
 from evals.kinds.shadow import ShadowReport
 from evals.kinds.speed import SpeedSettings, SpeedSummary
 from evals.kinds.tasks import EvalReport
@@ -60,6 +60,7 @@ def whole(
     both: dict[str, Any] = {"baseline": BASELINE, "candidate": CANDIDATE, "executed_on": machine}
     served = made.served_items()
     as_served = ServingReport.model_construct(
+        asked=ServingSettings(),
         **both, slots=1, max_tokens=made.LAST + 1, max_running=1, step_tokens=256, draft_tokens=0, moved_tokens=0,
         items=len(served), draws=made.draws(), pressure=made.pressure(),
     )  # fmt: skip

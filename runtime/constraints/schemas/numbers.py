@@ -25,9 +25,9 @@ def held(schema: Any) -> Any:
     """The schema with numbers that llguidance holds. :class:`RequestError` where there are none.
 
     >>> held({"type": "number", "minimum": -3.4e38, "exclusiveMaximum": 1 << 53})
-    {'type': 'number', 'minimum': -9223372036853760000, 'maximum': 9007198720000000}
+    {'type': 'number', 'minimum': -9223372036853760000, 'maximum': 9007199254740991}
     >>> held({"type": "integer", "maximum": (1 << 63) - 1, "enum": [10**20]})
-    {'type': 'integer', 'maximum': 9223372036854775808, 'enum': [1e+20]}
+    {'type': 'integer', 'enum': [1e+20], 'maximum': 9223372036854775808}
     """
     if not isinstance(schema, dict):
         return schema
