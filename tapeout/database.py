@@ -165,7 +165,7 @@ def _prepare_sqlite(connection: sqlite3.Connection, _: Any) -> None:
 
 
 def _has_write_ahead_log(connection: sqlite3.Connection, last: bool) -> bool:
-    """SQLite waits for locks, but not for those of another process that changes a new file in the same way."""
+    """SQLite waits for locks, but not for that of another process which writes to a new file."""
     try:
         connection.execute("PRAGMA journal_mode=WAL")
     except sqlite3.OperationalError as error:

@@ -103,7 +103,7 @@ class _Maker:
     def _block_linear(self, node: ir.Node) -> None:
         x, *weight = node.inputs
         name = _name(x)
-        self._sixteen_bits(node, name)
+        self._require_half(node, name)
         self._linear(node, name, weight, node.outputs[0])
 
     def _norm_linear(self, node: ir.Node) -> None:
@@ -204,14 +204,14 @@ class _Maker:
         self._norm_of(node, inputs, total, y, columns, scales=scales)
         return y
 
-    def _sixteen_bits(self, node: ir.Node, name: str) -> None:
+    def _require_half(self, node: ir.Node, name: str) -> None:
         if name not in self._values or self._values[name].row_bytes != 2 * _int(node, "K"):
-            raise _no_kernel(node, f"{name}, which it reads, is not in 16 bits")
+            raise _no_kernel(node, f"{name}, which it reads, is not in half")
 
     def _activations(
         self, node: ir.Node, what: str, columns: int, *, wanted: bool = False
     ) -> tuple[str, dict[str, str]]:
-        """What the linear of a node reads: values in 16 bits; or codes in E4M3, and where their scales lie."""
+        """What the linear of a node reads: values in half; or codes in E4M3, and where their scales lie."""
         if not _int(node, "e4m3", 0):
             return self._scratch(node, what, wanted, 2 * columns), {}
         return self._scratch(node, what, wanted, columns), {
@@ -246,7 +246,7 @@ class _Maker:
         pointers, numbers = _weight([codes, scales, zero_points], node)
         if numbers["weight.e4m3"] and f"{x}.scales" not in self._values:
             columns = _int(node, "K")
-            self._sixteen_bits(node, x)
+            self._require_half(node, x)
             fed, made = self._activations(node, "codes", columns, wanted=wanted)
             self._add(
                 "quantize",

@@ -54,7 +54,7 @@ def open_device(bundle: Artifact[EngineBundle], plan: LaunchPlan, blocks: int) -
 
 
 def open_engine(bundle: Artifact[EngineBundle], *, sequences: int) -> CudaEngine:
-    """``sequences``: of full length, that there is memory for.""" ""
+    """``sequences``: of full length, that there is memory for."""
     io, on_host = bundle.record.io, bundle.record.hardware[0].level == HOST
     blocks = sequences * -(-io.max_tokens // BLOCK_TOKENS)
     opened = open_device(bundle, plan_of(bundle), blocks)

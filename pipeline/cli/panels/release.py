@@ -51,7 +51,9 @@ def release(
     ] = None,
     follow_seconds: Annotated[
         float,
-        typer.Option(min=0, help="Go on, and look so often whether the alias has moved, to release that; 0: once."),
+        typer.Option(
+            min=0, help="Seconds between two looks at the alias; what it moves to is released, too. 0: release once."
+        ),
     ] = 0.0,
     api_key: ApiKey = "",
     as_json: Json = False,

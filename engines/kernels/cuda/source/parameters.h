@@ -36,8 +36,8 @@ enum { LINEAR_PLACES = 256, LINEAR_SUMS = LINEAR_PLACES * LINEAR_SLICES * 128 * 
 /* Chunks that blocks of many tokens have in shared memory: together fewer than 99 KB, all that some GPUs have. */
 #define WIDE_STAGES(bits) ((bits) <= 6 ? 4 : (bits) == 8 ? 3 : 2)
 
-/* half [M, K] as codes in E4M3 with a scale for each token, so that its largest is 448. Of each four channels the
-   second and the third are exchanged: so lie those of a weight. */
+/* Activations in half, [M, K], as codes in E4M3 with a scale for each token, so that its largest is 448. Of each four
+   channels the second and the third are exchanged: so lie those of a weight. */
 typedef struct {
   const void* x;
   uint8_t* y;    /* [M, K] */
