@@ -43,8 +43,8 @@ from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError, SourceError
 from tapeout.layer_stream import LayerStream
 from tapeout.operators import state_changed
-from tapeout.operators.experts import UNITS
-from tapeout.operators.experts.in_torch import experts_changed
+from tapeout.operators.experts import DOWN_INPUT, UNITS
+from tapeout.operators.experts.in_torch import experts_changed, inner_channels
 from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.progress import ProgressBar
 from tapeout.recipe import Calibrate
@@ -53,6 +53,7 @@ from tapeout.tensor_writer import write_tensors
 from tapeout.work_folder import is_kept, keep, source_hash, work_folder
 
 MIN_TOKENS = 8
+STAND_INS = 4  # times calibrate.min_visits: tokens that a starved expert is shown (docs/models.md has what others gave)
 LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
@@ -135,12 +136,13 @@ def _run(
     pair = _pair_norm(graph.record, stream.model.config.get_text_config())
     inputs = [torch.tensor([list(sample)]) for sample in samples]
     least = min_visits, -(-min_visits * (len(samples) - fit_samples) // fit_samples)
+    stand_ins = -(-STAND_INS * min_visits // fit_samples)
     total, done = (len(stream) + 1) * len(samples), states.layer * len(samples)  # a sample through a layer
     with ProgressBar(title="calibrating", unit="sample", total=total, done=done) as progress:
         for layer in range(states.layer, len(stream)):
             groups = [group for group in graph.record.groups if layer_of(group) == layer]
             caches = {layer: _KVRange(pair)} if layer in graph.record.cached_layers else {}
-            with stream.loaded(layer), _observe(stream.model, groups, caches, least) as observer:
+            with stream.loaded(layer), _observe(stream.model, groups, caches, least, stand_ins) as observer:
                 for number, tokens in enumerate(inputs):
                     with observer.sample(holdout=number >= fit_samples):
                         states.write(stream.run(layer, states.read(number), input_ids=tokens))
@@ -148,7 +150,7 @@ def _run(
                 _write(observer.results(), work / layer_file(layer))
             states.advance()
         outside = [group for group in graph.record.groups if layer_of(group) is None]
-        with _observe(stream.model, outside, {}, least) as observer:
+        with _observe(stream.model, outside, {}, least, stand_ins) as observer:
             for number, tokens in enumerate(inputs):
                 with observer.sample(holdout=number >= fit_samples), suppress(_AllSeen):
                     observer.stop_early = True
@@ -216,12 +218,17 @@ class _Observer:
     """Collects what hooks see of some groups and caches, sample by sample."""
 
     def __init__(
-        self, groups: Sequence[LinearGroup], caches: dict[int, _KVRange], least_visits: tuple[int, int]
+        self,
+        groups: Sequence[LinearGroup],
+        caches: dict[int, _KVRange],
+        least_visits: tuple[int, int],
+        stand_ins: int,
     ) -> None:
         self.groups = {group.name: GroupSums(group.in_features) for group in groups if not group.experts}
         self.experts = {
             group.name: ExpertSums(group.experts, group.in_features, least_visits) for group in groups if group.experts
         }
+        self.stand_ins = stand_ins  # for an expert, of a sample, at most
         self.caches = caches
         self.missing: set[str] = set()
         self.holdout = False
@@ -257,6 +264,17 @@ class _Observer:
         if not inputs.isfinite().all():
             raise _not_finite(f"the input of {group}, expert {expert},", inputs)
         self.experts[group].add(expert, inputs, weight, holdout=self.holdout)
+
+    def see_tokens(self, group: str, module: torch.nn.Module, x: Tensor, index: Tensor) -> None:
+        """All tokens ``[T, H]`` of a sample, and the experts that each chose ``[T, k]``. ``group``: of what experts
+        read that they have computed themselves.
+        """
+        sums = self.experts[group]
+        for expert in sums.starved(holdout=self.holdout):
+            others = torch.where((index != expert).all(1))[0]
+            if count := min(len(others), self.stand_ins):
+                spread = torch.arange(count) * len(others) // count
+                sums.add_stand_ins(expert, inner_channels(module, expert, x[others[spread]]))
 
     def see_cache(self, layer: int, part: str, kept: Tensor) -> Tensor:
         self._mark(_cache_name(layer, part))
@@ -299,9 +317,13 @@ def _cache_name(layer: int, part: str) -> str:
 
 @contextmanager
 def _observe(
-    model: Any, groups: Sequence[LinearGroup], caches: dict[int, _KVRange], least_visits: tuple[int, int]
+    model: Any,
+    groups: Sequence[LinearGroup],
+    caches: dict[int, _KVRange],
+    least_visits: tuple[int, int],
+    stand_ins: int,
 ) -> Generator[_Observer]:
-    observer = _Observer(groups, caches, least_visits)
+    observer = _Observer(groups, caches, least_visits, stand_ins)
     experts = {
         (model.get_submodule(_module_of(group)), number): group.name
         for group in groups
@@ -314,6 +336,10 @@ def _observe(
             observer.see_expert(experts[module, number], expert, inputs, weight)
         return inputs
 
+    def seen(module: torch.nn.Module, x: Tensor, index: Tensor) -> None:
+        if (module, DOWN_INPUT) in experts:
+            observer.see_tokens(experts[module, DOWN_INPUT], module, x, index)
+
     handles: list[Any] = []
     try:
         for group in groups:
@@ -324,7 +350,7 @@ def _observe(
                 observer.see_inputs(name, inputs[0])
 
             handles.append(_reader(model, group).register_forward_pre_hook(hook))
-        with state_changed(model, observer.see_cache), experts_changed(model, see) if experts else nullcontext():
+        with state_changed(model, observer.see_cache), experts_changed(model, see, seen) if experts else nullcontext():
             yield observer
     finally:
         for handle in handles:

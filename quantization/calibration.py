@@ -19,7 +19,8 @@ The folder holds, in safetensors (K = B k: input channels of a group; D: head si
     all of these with a dimension for the experts in front, of the tokens that chose each, weighted by the square of
     their routing weight: so much of an expert's error comes into the output. ``GROUP.visits``, int64 ``[2, experts]``,
     counts these tokens in the fit samples and in the held-out ones. An expert with fewer than ``calibrate.min_visits``
-    is starved: what it lacks is filled up with the mean over the inputs of all experts of the layer.
+    is starved: what it lacks is filled up with the mean over other tokens of the layer. What experts compute
+    themselves, the inputs of their second projection, is what this expert makes of tokens that did not choose it.
 ``samples.jsonl``
     a ``CalibrationSample`` per sample, never its text
 """
@@ -70,8 +71,8 @@ class ExpertVisits(Frozen):
             return ""
         return (
             f"{', '.join(self.groups)}: {len(starved)} of {len(self.fit)} experts ({', '.join(map(str, starved))}) "
-            f"were chosen by fewer than {min_visits} tokens of calibration; the mean over the inputs of all experts of "
-            "the layer stands in for what they lack"
+            f"were chosen by fewer than {min_visits} tokens of calibration; tokens of the layer that did not choose "
+            "them stand in for what they lack"
         )
 
 

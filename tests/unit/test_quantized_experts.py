@@ -134,9 +134,15 @@ def test_experts_compute_one_by_one_what_they_do_together() -> None:
     assert sum(tokens for number, tokens in seen if number == UP_INPUT) == 2 * 2 * ids.numel()
 
 
-def visits_of(folder: Path) -> dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """By projection and expert, for each sample, inputs and routing weights in the first layer."""
-    model, found = open_model(folder), dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]]()
+Visits = dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]]
+
+
+def visits_of(folder: Path) -> tuple[Visits, dict[int, list[torch.Tensor]]]:
+    """Of the first layer, for each sample: by projection and expert, inputs and routing weights; by expert, what its
+    second projection would read of the tokens that did not choose it.
+    """
+    model, found = open_model(folder), Visits()
+    others: dict[int, list[torch.Tensor]] = {expert: [] for expert in range(4)}
     first, samples = model.get_submodule("model.layers.0.mlp.experts"), list[int]()
     empty = {UP_INPUT: torch.zeros(0, 64), DOWN_INPUT: torch.zeros(0, 32)}
 
@@ -145,20 +151,28 @@ def visits_of(folder: Path) -> dict[tuple[int, int], list[tuple[torch.Tensor, to
             found[number, expert][samples[-1]] = (inputs.clone(), weight.clone())
         return inputs
 
+    def seen(module: Any, x: torch.Tensor, index: torch.Tensor) -> None:
+        for expert in range(4) if module is first else ():
+            tokens = [number for number, chosen in enumerate(index.tolist()) if expert not in chosen]
+            gates, ups = (x[tokens] @ first.gate_up_proj[expert].T).chunk(2, 1)
+            others[expert].append(gates * torch.sigmoid(gates) * ups)
+
     for number in empty:
         for expert in range(4):
             found[number, expert] = [(empty[number], torch.zeros(0))] * SAMPLES
     for number, row in enumerate(words(FAMILY, SAMPLES, TOKENS, 1)):
         samples.append(number)
-        with experts_changed(model, change), torch.inference_mode():
+        with experts_changed(model, change, seen), torch.inference_mode():
             model(torch.tensor([row]), use_cache=False)
-    return found
+    return found, others
 
 
 def test_statistics_are_those_of_the_tokens_that_chose_an_expert(tmp_path: Path) -> None:
-    """Weighted by the square of the routing weight; an expert with too few of them has a share of all experts' mean."""
+    """Weighted by the square of the routing weight. Tokens that did not choose it make up for what an expert lacks: of
+    what all experts read, its mean; of what each has computed, what it makes of them.
+    """
     graph, calibration = calibrated(FAMILY, tmp_path, recipe(min_visits=300))
-    seen, fit = visits_of(graph.folder), SAMPLES - SAMPLES // 4
+    (seen, others), fit = visits_of(graph.folder), SAMPLES - SAMPLES // 4
     (layer,) = (found for found in calibration.record.visits if "layers.0.experts_up" in found.groups)
     assert layer.groups == ("layers.0.experts_up", "layers.0.experts_down")
     for number, name in ((UP_INPUT, "layers.0.experts_up"), (DOWN_INPUT, "layers.0.experts_down")):
@@ -175,12 +189,31 @@ def test_statistics_are_those_of_the_tokens_that_chose_an_expert(tmp_path: Path)
             everyone = sum(grams) / sum(masses)
             for expert in range(4):
                 share = min(1.0, counts[expert] / least)
-                wanted = share * grams[expert] / masses[expert] + (1 - share) * everyone
+                given = torch.cat(others[expert][rows]).double()
+                stand_ins = everyone if number == UP_INPUT else given.T @ given / len(given)
+                wanted = share * grams[expert] / masses[expert] + (1 - share) * stand_ins
                 found = getattr(read_statistics(calibration, group_named(name), expert), part)[0]
                 size = np.sqrt(np.diag(wanted))
                 np.testing.assert_allclose(found / np.outer(size, size), wanted / np.outer(size, size), atol=2e-4)
     assert layer.starved(300) and layer.note(300).startswith("layers.0.experts_up, layers.0.experts_down: ")
     assert layer.starved(1) == () and layer.note(1) == ""
+
+
+def test_only_a_starved_expert_has_the_statistics_of_its_stand_ins() -> None:
+    sums = ExpertSums(2, 32, (4, 2))
+    sums.begin(holdout=False)
+    assert sums.starved(holdout=False) == [0, 1]
+    own, others = torch.from_numpy(random(4, 32)), torch.from_numpy(random(40, 32, seed=1))
+    sums.add(1, own, torch.ones(4), holdout=False)
+    assert sums.starved(holdout=False) == [0] and sums.starved(holdout=True) == [0, 1]
+    for expert, part in ((0, others[:30]), (0, others[30:]), (1, others)):
+        sums.add_stand_ins(expert, part)
+    sums.begin(holdout=True)
+    fit = sums.fit
+    for expert, wanted in enumerate((others, own)):
+        np.testing.assert_allclose(fit["gram_power"][expert], wanted.square().mean(0), rtol=1e-5)
+        np.testing.assert_allclose(fit["mean_abs"][expert], wanted.abs().mean(0), rtol=1e-5)
+        np.testing.assert_allclose(fit["max_abs"][expert], wanted.abs().amax(0))
 
 
 def test_an_expert_that_no_token_chose_has_the_statistics_of_the_others() -> None:

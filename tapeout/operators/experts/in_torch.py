@@ -32,6 +32,7 @@ DIGITS = 5  # to which the numbers of a gate are measured
 TOLERANCE = 1e-6  # relative, of a gate against what was measured; modules may compute in float32
 
 InputChange = Callable[[torch.nn.Module, int, int, Tensor, Tensor], Tensor]  # see experts_changed
+TokensSeen = Callable[[torch.nn.Module, Tensor, Tensor], None]  # see experts_changed
 _numbers = itertools.count()
 
 
@@ -65,29 +66,37 @@ def experts_traced(model: Any, tracer: Tracer) -> Generator[None]:
 
 
 @contextmanager
-def experts_changed(model: Any, change: InputChange) -> Generator[None]:
+def experts_changed(model: Any, change: InputChange, seen: TokensSeen | None = None) -> Generator[None]:
     """Let experts compute, one by one, with what ``change`` makes of the inputs of their projections.
 
     ``change(module, number, expert, inputs, weight)``: ``inputs [n, K]`` of the tokens that chose the expert, with
     their routing weights ``[n]``; ``number`` is that of the projection among the operator's inputs.
+    ``seen(module, x, index)``, called after the experts: all tokens ``[T, H]`` and what each chose ``[T, k]``.
     """
 
     def computed(module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        up, down, up_bias, down_bias = _weights(module)
+        _, down, _, down_bias = _weights(module)
         output = torch.zeros_like(x)
         for expert in index.unique().tolist():
             tokens, place = torch.where(index == expert)
             share = weight[tokens, place]
             inputs = change(module, experts.UP_INPUT, expert, x[tokens], share)
-            projected = functional.linear(inputs, up[expert]) + up_bias[min(expert, len(up_bias) - 1)]
-            inner = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
-            inner = change(module, experts.DOWN_INPUT, expert, inner, share)
+            inner = change(module, experts.DOWN_INPUT, expert, inner_channels(module, expert, inputs), share)
             answer = functional.linear(inner, down[expert]) + down_bias[min(expert, len(down_bias) - 1)]
             output.index_add_(0, tokens, (answer * share[:, None]).to(output.dtype))
+        if seen is not None:
+            seen(module, x, index)
         return output
 
     with _computed_by(model, computed):
         yield
+
+
+def inner_channels(module: Any, expert: int, x: Tensor) -> Tensor:
+    """What the second projection of an expert reads ``[n, I]`` of tokens ``[n, H]``."""
+    up, _, bias, _ = _weights(module)
+    projected = functional.linear(x, up[expert]) + bias[min(expert, len(bias) - 1)]
+    return module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
 
 
 @contextmanager
