@@ -14,12 +14,14 @@ import onnxruntime as ort
 
 from engines.bundle import BLOCK_TABLE, GREEDY, OFFSETS, SLOTS, STARTS, EngineBundle
 from engines.kernels.cpu.serving import library_of
-from engines.protocol import FloatArray
+from engines.kernels.operators import EXPERTS
+from engines.protocol import FloatArray, IntArray
 from engines.sessions import cpu_options, open_session
 from engines.state_buffers import as_floats, bind_state, numpy_element
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
 from tapeout.operators import PAST
+from tapeout.operators.experts import CHOICE_INPUT
 from tapeout.resources import Needs, require
 from tapeout.state import paged_buffers, recurrent_buffers
 
@@ -37,10 +39,11 @@ class OrtProbe:
     def __init__(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int = 0) -> None:
         self._record, self._folder, self._scratch = bundle.record, bundle.folder, scratch
         model = onnx.load(str(bundle.folder / "model.onnx"), load_external_data=False)
+        self._choices_by = choice_values(model.graph, self._record)
         present = {output.name for output in model.graph.output}
-        for linear in self._record.linear_outputs:
-            if linear.value not in present:
-                model.graph.output.append(onnx.helper.make_empty_tensor_value_info(linear.value))
+        for value in dict.fromkeys([*(o.value for o in self._record.linear_outputs), *self._choices_by.values()]):
+            if value not in present:
+                model.graph.output.append(onnx.helper.make_empty_tensor_value_info(value))
         # Without threads of their own, native operators read weights from the mapped file, and hold no copy of them.
         self._options = cpu_options(threads, library_of(bundle))
         # A model given as bytes finds its weights beside this path.
@@ -50,6 +53,7 @@ class OrtProbe:
         self._session = open_session(model.SerializeToString(), self._options)
         self._names = list(dict.fromkeys(["logits", *(linear.value for linear in self._record.linear_outputs)]))
         self._states: dict[str, FloatArray] = {}
+        self._choices: dict[str, IntArray] = {}
         binding = self._session.io_binding()
         feeds = self._feeds([0] * FEW)
         _bind(binding, feeds)
@@ -88,7 +92,14 @@ class OrtProbe:
         for name, shape, start in zip(self._names, shapes, starts, strict=False):
             values[name] = held[start : start + math.prod(shape)].reshape(shape)
             binding.bind_output(name, "cpu", 0, np.float32, shape, values[name].ctypes.data)
+        chosen = list(dict.fromkeys(self._choices_by.values()))
+        for name in chosen:
+            binding.bind_output(name, "cpu")
         self._session.run_with_iobinding(binding)
+        found = dict(zip(chosen, binding.get_outputs()[len(self._names) :], strict=True))
+        self._choices = {
+            weight: found[value].numpy().reshape(len(tokens), -1) for weight, value in self._choices_by.items()
+        }
         # Operators write the state of slot 0 in place.
         states = {name: feeds[f"{PAST}.{name}"][0] for name, _, _ in recurrent_buffers(self._record.io.state, 1)}
         self._states = {name: as_floats(state) for name, state in states.items()}
@@ -99,6 +110,9 @@ class OrtProbe:
 
     def states(self) -> Mapping[str, FloatArray]:
         return self._states
+
+    def choices(self) -> Mapping[str, IntArray]:
+        return self._choices
 
     def _feeds(self, tokens: Sequence[int]) -> dict[str, np.ndarray]:
         io, count = self._record.io, len(tokens)
@@ -125,6 +139,13 @@ class OrtProbe:
             ids = np.arange(first, min(first + IDS_AT_ONCE, vocabulary), dtype=np.int64)[None]
             (found,) = session.run(None, {"input_ids": ids})
             yield np.asarray(found, np.float32).reshape(ids.size, -1)
+
+
+def choice_values(graph: onnx.GraphProto, record: EngineBundle) -> dict[str, str]:
+    """The values that hold which experts each token chose, by the down projections of their layers."""
+    names = {linear.value: linear.weights[0] for linear in record.linear_outputs}
+    nodes = [node for node in graph.node if node.op_type in EXPERTS]
+    return {names[node.output[0]]: node.input[CHOICE_INPUT] for node in nodes}
 
 
 def _bind(binding: ort.IOBinding, feeds: Mapping[str, np.ndarray]) -> None:

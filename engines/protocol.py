@@ -21,6 +21,7 @@ from tapeout.errors import RequestError
 from tapeout.state import NO_SLOT
 
 FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int64]
 TokenArray = NDArray[np.int64]
 Wanted = Literal["token", "logits", "top"]
 MOST_RANKED = 128

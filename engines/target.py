@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from engines.bundle import EngineBundle, LoweredGraph, LoweredRecord, PortableEvidence
-from engines.protocol import Engine, FloatArray
+from engines.protocol import Engine, FloatArray, IntArray
 from tapeout import fingerprint
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError
@@ -52,6 +52,10 @@ class Probe(Protocol):
 
     def states(self) -> Mapping[str, FloatArray]:
         """Recurrent state that the tokens of the last call left, by name ``LAYER.TENSOR``, in the graph's order."""
+        ...
+
+    def choices(self) -> Mapping[str, IntArray]:
+        """Experts ``[S, k]`` that the tokens of the last call chose, by the down projection of their layer."""
         ...
 
     def embedding(self) -> Iterable[FloatArray]:

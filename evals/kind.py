@@ -21,7 +21,7 @@ from tapeout.recipe import BaseRecipe, Count, Section
 
 if TYPE_CHECKING:
     from engines.bundle import EngineBundle
-    from engines.protocol import Engine, FloatArray
+    from engines.protocol import Engine, FloatArray, IntArray
     from engines.sequences import Sequences
     from engines.target import Probe
     from evals.answers import Answerer
@@ -119,8 +119,12 @@ class ReferenceModel(Protocol):
         """
         ...
 
-    def visits(self) -> Mapping[str, Sequence[int]]:
-        """How many tokens of the last call of ``teacher_forced`` chose each expert, by the layer's down projection."""
+    def choices(self) -> Mapping[str, IntArray]:
+        """Experts ``[S, k]`` that the tokens of the last call chose, by the down projection of their layer."""
+        ...
+
+    def experts(self) -> Mapping[str, int]:
+        """How many each layer has, likewise."""
         ...
 
     def state_rounding(self, tokens: Sequence[int]) -> tuple[FloatArray, FloatArray] | None:

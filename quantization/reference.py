@@ -45,6 +45,7 @@ from tapeout.quantized import QuantizedWeight, is_e4m3
 from tapeout.resources import require
 
 FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int64]
 Errors = dict[str, tuple[float, float]]  # relative, over a document and at the worst position
 TINY = 1e-30
 
@@ -76,8 +77,7 @@ class QuantizedReference:
         self.kv_dtype, self._half_cache = stored.dtype, half_cache
         self._states: dict[str, list[FloatArray]] = {}
         self._mixtures = dict(_mixtures(self.model))
-        self._chosen: dict[str, list[int]] = {}
-        self._visits: dict[str, list[int]] = {}
+        self._choices: dict[str, IntArray] = {}
         self._attention_errors: Errors = {}
         self._rounds_states, self._rounds_inputs = recurrent_state == "bfloat16", True
         for module, grid in linears:
@@ -93,8 +93,8 @@ class QuantizedReference:
         return computed_by_token(self.model, to_bfloat16) if self._rounds_states else nullcontext()
 
     def _logits(self, tokens: Sequence[int]) -> FloatArray:
-        rounded = experts_changed(self.model, self._round_inputs) if self._mixtures else nullcontext()
-        self._chosen = {name: [0] * len(module.down_proj) for module, name in self._mixtures.items()}
+        self._choices = {}
+        rounded = experts_changed(self.model, self._round_inputs, self._see) if self._mixtures else nullcontext()
         with torch.inference_mode(), state_changed(self.model, self._round_state), rounded:
             logits: Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits
         return logits[0].numpy()
@@ -149,7 +149,7 @@ class QuantizedReference:
         try:
             with self._states_kept(), state_left(self.model, self._keep):
                 logits = self._logits(tokens)
-            self._visits, self._attention_errors = self._chosen, found
+            self._attention_errors = found
         finally:
             for handle in handles:
                 handle.remove()
@@ -172,11 +172,13 @@ class QuantizedReference:
         """
         return self._states
 
-    def visits(self) -> dict[str, list[int]]:
-        """How many tokens of the last :meth:`teacher_forced` chose each expert, by the name of its layer's down
-        projection.
-        """
-        return self._visits
+    def choices(self) -> dict[str, IntArray]:
+        """Experts ``[S, k]`` that the tokens of the last call chose, by the name of their layer's down projection."""
+        return self._choices
+
+    def experts(self) -> dict[str, int]:
+        """How many each layer has, likewise."""
+        return {name: len(module.down_proj) for module, name in self._mixtures.items()}
 
     def _keep(self, name: str, left: Tensor) -> None:
         self._states.setdefault(name, []).append(left[0].float().numpy().copy())
@@ -187,10 +189,11 @@ class QuantizedReference:
     def _round_inputs(
         self, module: torch.nn.Module, number: int, expert: int, inputs: Tensor, _weight: Tensor
     ) -> Tensor:
-        if number == UP_INPUT:
-            self._chosen[self._mixtures[module]][expert] += len(inputs)
         grid = self._experts.get((module, number))
         return inputs if grid is None else self._rounded_input(grid, inputs)
+
+    def _see(self, module: torch.nn.Module, _x: Tensor, index: Tensor) -> None:
+        self._choices[self._mixtures[module]] = index.numpy()
 
     def _round_state(self, layer: int, part: str, kept: Tensor) -> Tensor:
         if not self.kv_scales:

@@ -365,11 +365,19 @@ def of_attention(error: float, position: float) -> Evidence:
 EXPERTS = "layers.3.mlp.experts.down_proj"
 
 
-def of_experts(visits: Sequence[tuple[int, ...]]) -> Evidence:
-    """Evidence of a mixture of four experts, two for each token. ``visits``: on each parity document, in turns."""
+def of_experts(visits: Sequence[tuple[int, ...]], differ: int = 0) -> Evidence:
+    """Evidence of a mixture of four experts, two for each token. ``visits``: on each parity document, in turns.
+
+    ``differ``: tokens of each that choose others than in the quantized model.
+    """
     items = tuple(
         item.model_copy(
-            update={"errors": item.errors | {EXPERTS: 0.0}, "visits": {EXPERTS: visits[number % len(visits)]}}
+            update={
+                "errors": item.errors | {EXPERTS: 0.0},
+                "visits": {EXPERTS: visits[number % len(visits)]},
+                "routed": {EXPERTS: item.tokens - differ},
+                "free_routed": {} if item.free_kl_sum is None else {EXPERTS: item.tokens},
+            }
         )
         for number, item in enumerate(parity_items())
     )
@@ -478,6 +486,8 @@ BOUNDARIES: list[tuple[str, Evidence, Outcome]] = [
     ("prompt_kl", make(shadow=shadow_items(kl=0.24)), Outcome.FAIL),
     ("parity_experts", ALL_EXPERTS, Outcome.PASS),
     ("parity_experts", of_experts([(200, 200, 0, 0), (100, 200, 100, 0)]), Outcome.INCONCLUSIVE),  # three of four
+    ("parity_routing", of_experts([(200, 200, 0, 0), (0, 0, 200, 200)], differ=2), Outcome.PASS),  # of 200
+    ("parity_routing", of_experts([(200, 200, 0, 0), (0, 0, 200, 200)], differ=3), Outcome.FAIL),
     ("parity_kl", make(parity=parity_items(kl=4e-4)), Outcome.PASS),
     ("parity_kl", make(parity=parity_items(kl=2e-3)), Outcome.FAIL),
     ("parity_top_token", make(parity=parity_items(agree=1.0)), Outcome.PASS),
@@ -816,6 +826,18 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
     "short parity": (with_report("parity", max_tokens=201), "ParityReport reaches 200 positions, of 201"),
     "other linears": (with_item("parity", errors={"one": 0.0}), "compares other linears on some documents"),
     "a text without visits": (with_item("parity", ALL_EXPERTS, visits={}), "does not count the visits of every expert"),
+    "a text without choices": (
+        with_item("parity", ALL_EXPERTS, routed={}),
+        "does not compare on every document which experts were chosen",
+    ),
+    "a text without free choices": (
+        with_item("parity", ALL_EXPERTS, free_kl_sum=0.0, free_agree=200, free_routed={}),
+        "does not compare which experts were chosen where both run freely",
+    ),
+    "more choices than tokens": (
+        with_item("parity", ALL_EXPERTS, routed={EXPERTS: 201}),
+        "have more or fewer tokens that choose the same experts than there are",
+    ),
     "fewer experts": (
         with_item("parity", ALL_EXPERTS, visits={EXPERTS: (200, 200, 0)}),
         "does not count the visits of every expert",
@@ -1180,15 +1202,15 @@ def test_each_kind_shows_its_report_and_every_number_of_it_is_a_metric(tmp_path:
 
 
 def test_the_report_says_which_experts_no_token_chose(tmp_path: Path):
-    evidence = of_experts([(200, 150, 50, 0), (0, 200, 200, 0)])
+    evidence = of_experts([(200, 150, 50, 0), (0, 200, 200, 0)], differ=1)
     write_reports(tmp_path, evidence)
     kind = next(kind for kind in kinds() if kind.name == "parity")
     block = kind.block(tmp_path / "parity", judge(evidence, DEFAULT))
     assert block is not None and block.table is not None
     tokens = sorted(20 * (one + other) for one, other in ((200, 0), (150, 200), (50, 200), (0, 0)))
-    assert block.table.rows == ((EXPERTS, 4, 0.75, tokens[0], (tokens[1] + tokens[2]) / 2, tokens[3]),)
+    assert block.table.rows == ((EXPERTS, 4, 0.75, tokens[0], (tokens[1] + tokens[2]) / 2, tokens[3], 0.995, 1.0),)
     assert block.table.note == f"No token chose {EXPERTS}: 3."
-    assert block.metrics == {f"experts.{EXPERTS}.reached": 0.75}
+    assert block.metrics == {f"experts.{EXPERTS}.reached": 0.75, f"experts.{EXPERTS}.routed": 0.995}
 
 
 def test_a_policy_says_of_every_bound_which_way_is_looser() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.protocol import FloatArray
+from engines.protocol import FloatArray, IntArray
 from evals.items import read_items
 from evals.kinds.parity import KIND, ParityItem, ParityReport
 from evals.kinds.parity.embedding import embedding_error
@@ -60,7 +60,10 @@ class TwoLayers:
     def states(self) -> dict[str, list[FloatArray]]:
         return {}
 
-    def visits(self) -> dict[str, list[int]]:
+    def choices(self) -> dict[str, IntArray]:
+        return {}
+
+    def experts(self) -> dict[str, int]:
         return {}
 
     def state_rounding(self, tokens: Sequence[int]) -> None:
@@ -90,6 +93,9 @@ class Inside:
         return {}
 
     def states(self) -> dict[str, FloatArray]:
+        return {}
+
+    def choices(self) -> dict[str, IntArray]:
         return {}
 
     def embedding(self) -> Iterator[FloatArray]:

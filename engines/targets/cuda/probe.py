@@ -9,7 +9,7 @@ import numpy as np
 from engines.bundle import BLOCK_TOKENS, EngineBundle
 from engines.kernels.cuda.layout import RUN_RESULTS
 from engines.kernels.cuda.library import DeviceStep
-from engines.protocol import FloatArray
+from engines.protocol import FloatArray, IntArray
 from engines.targets.cuda.engine import open_device, plan_of
 from tapeout.artifact import Artifact
 
@@ -52,6 +52,10 @@ class CudaProbe:
 
     def states(self) -> Mapping[str, FloatArray]:
         """None: models with recurrent state are refused."""
+        return {}
+
+    def choices(self) -> Mapping[str, IntArray]:
+        """None: models with experts are refused."""
         return {}
 
     def embedding(self) -> Iterator[FloatArray]:

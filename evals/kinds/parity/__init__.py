@@ -38,7 +38,8 @@ class ParityItem(Frozen):
     of the recurrent state that the document leaves, relative. ``free_*`` are of both running freely; None where that
     was not measured. ``state_kl_sum``: of the quantized model with states in float32 and in bfloat16, activations in
     float; None where states are in float32. ``visits``: of each layer with experts, by its down projection, how many
-    tokens chose each expert.
+    tokens chose each expert. ``routed``: for how many tokens engine and model chose the same experts, likewise, with
+    every linear locked; ``free_routed``: of both running freely, empty where that was not measured.
     """
 
     doc_hash: str
@@ -54,6 +55,8 @@ class ParityItem(Frozen):
     state_errors: dict[str, float] = Field(default_factory=dict[str, float])
     state_kl_sum: float | None = None
     visits: dict[str, tuple[int, ...]] = Field(default_factory=dict[str, tuple[int, ...]])
+    routed: dict[str, int] = Field(default_factory=dict[str, int])
+    free_routed: dict[str, int] = Field(default_factory=dict[str, int])
     free_kl_sum: float | None = None
     free_agree: int | None = None
 
@@ -84,7 +87,7 @@ class TableError(Frozen):
 class ParityReport(EvidenceRecord):
     artifact_type: ClassVar[str] = "ParityReport"
     remedy: ClassVar[str] = "run `dvc repro parity`"
-    schema_version: ClassVar[int] = 7
+    schema_version: ClassVar[int] = 8
     parent_types: ClassVar[ParentTypes] = {"candidate": ("EngineBundle",), "quantized": ("QuantizedModel",)}
 
     candidate: str
@@ -121,6 +124,7 @@ class ParityBounds(DocumentBounds):
     max_parity_document_kl: float = Field(default=0.01, gt=0, le=0.5)  # mean over any one document
     # Share of the experts of any one layer that some token chose: what is wrong with others does not show in logits.
     min_parity_experts: float = Field(default=0.9, ge=0.5, le=1)
+    min_parity_routing: float = Field(default=0.99, ge=0.9, le=1)  # tokens of one layer that choose the same experts
 
 
 class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
@@ -151,15 +155,20 @@ class ParityKind(EvidenceKind[ParityReport, ParityItem, ParityBounds]):
             for name, counts in tokens.items()
             if 0 in counts
         ]
+        routed, freely = _same_choice(items), _same_choice(items, freely=True)
         table = Table(
-            ("Experts", "Of a layer", "Reached", "Tokens of the rarest", "Of the median", "Of the most frequent"),
+            (
+                *("Experts", "Of a layer", "Reached", "Tokens of the rarest", "Of the median", "Of the most frequent"),
+                *("Same choice, from the same inputs", "Running freely"),
+            ),
             tuple(
-                (name, len(counts), reached[name], min(counts), median(counts), max(counts))
+                (name, len(counts), reached[name], min(counts), median(counts), max(counts), routed[name], freely[name])
                 for name, counts in tokens.items()
             ),
             f"No token chose {'; '.join(never)}." if never else "Every expert was chosen by some token.",
         )
         metrics = {f"experts.{name}.reached": share for name, share in reached.items()}
+        metrics |= {f"experts.{name}.routed": share for name, share in routed.items()}
         return Block(QUALITY, "Experts that the documents of parity reach", table=table, metrics=metrics)
 
     def problems(self, report: Report[ParityReport, ParityItem], evidence: Evidence) -> list[str]:
@@ -245,7 +254,19 @@ RULES: tuple[Rule[ParityItem], ...] = (
             for visits in i.visits.values()
         ),
     ),
+    (
+        "have more or fewer tokens that choose the same experts than there are",
+        lambda i: any(not 0 <= n <= i.tokens for counts in (i.routed, i.free_routed) for n in counts.values()),
+    ),
 )
+
+
+def _same_choice(items: Sequence[ParityItem], *, freely: bool = False) -> dict[str, float]:
+    """Share of tokens for which engine and quantized model chose the same experts, by layer."""
+    counted = [(item.tokens, item.free_routed if freely else item.routed) for item in items]
+    counted = [(tokens, routed) for tokens, routed in counted if routed]
+    total = sum(tokens for tokens, _ in counted)
+    return {name: sum(routed[name] for _, routed in counted) / total for name in (counted[0][1] if counted else {})}
 
 
 def _incomplete(report: Report[ParityReport, ParityItem]) -> list[str]:
@@ -276,6 +297,10 @@ def _incomplete(report: Report[ParityReport, ParityItem]) -> list[str]:
         problems.append("ParityReport measures what states in bfloat16 cost, of an engine that has none")
     if any({n: len(found) for n, found in item.visits.items()} != record.experts for item in items):
         problems.append("ParityReport does not count the visits of every expert on every document")
+    if any(item.routed.keys() != record.experts.keys() for item in items):
+        problems.append("ParityReport does not compare on every document which experts were chosen")
+    if any(item.free_routed.keys() != record.experts.keys() for item in items if item.free_kl_sum is not None):
+        problems.append("ParityReport does not compare which experts were chosen where both run freely")
     if not record.experts.keys() <= {name for item in items for name in item.errors}:
         problems.append("ParityReport names experts whose outputs it does not compare")
     if len({frozenset(item.errors) for item in items}) > 1:
@@ -351,7 +376,11 @@ def _expert_checks(report: Report[ParityReport, ParityItem], bounds: ParityBound
     if check.outcome is Outcome.FAIL:
         remedy = "raise `evaluate.parity_documents`, or lower `gate.min_parity_experts` if the router starves experts"
         check = check.model_copy(update={"outcome": Outcome.INCONCLUSIVE, "reason": f"{check.reason}: {remedy}"})
-    return [check]
+    title = "share of tokens of one layer that choose the same experts, engine and quantized model"
+    return [
+        check,
+        at_least("parity_routing", title, _same_choice(report.items), bounds.min_parity_routing, "layers"),
+    ]
 
 
 def _worst(items: Sequence[ParityItem], condition: Condition) -> Check:

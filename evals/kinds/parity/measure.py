@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engines.protocol import FloatArray
+from engines.protocol import FloatArray, IntArray
 from evals.kind import Context, ReferenceModel
 from evals.kinds.parity import KIND, ParityItem, ParityReport, ParitySettings
 from evals.kinds.parity.embedding import HeadRows, embedding_error
@@ -167,7 +167,12 @@ def _compare_document(
         tokens, {name: value for name, value in outputs.items() if name != head}, probe.attention()
     )
     attention = reference.attention_errors()
-    visits = {name: tuple(found) for name, found in reference.visits().items()}
+    chosen, experts = probe.choices(), reference.experts()
+    visits = {
+        name: tuple(np.bincount(found.ravel(), minlength=experts[name]).tolist())
+        for name, found in reference.choices().items()
+    }
+    routed = _same_choices(chosen, reference.choices())
     del outputs
     _require_comparable(actual, teacher_forced, len(tokens))
     _require_errors(errors)
@@ -194,6 +199,7 @@ def _compare_document(
         state_errors=_state_errors(probe.states(), reference.states()),
         state_kl_sum=_state_kl(reference, tokens),
         visits=visits,
+        routed=routed,
         position_error=errors[position][1],
         position_linear=position,
     )
@@ -205,8 +211,24 @@ def _compare_document(
         update={
             "free_kl_sum": float(kl_divergences(unlocked, actual).sum()),
             "free_agree": int((unlocked.argmax(axis=1) == actual.argmax(axis=1)).sum()),
+            "free_routed": _same_choices(chosen, reference.choices()),
         }
     )
+
+
+def _same_choices(actual: Mapping[str, IntArray], expected: Mapping[str, IntArray]) -> dict[str, int]:
+    """By layer, for how many tokens both chose the same experts ``[S, k]``, in any order."""
+    if actual.keys() != expected.keys():
+        raise EvidenceError(
+            f"the engine shows the choices of {len(actual)} layers with experts, the reference has {len(expected)}",
+            expected="the choices of every layer, in both",
+            remedy="build the bundle again: its record names the experts",
+        )
+    return {name: _same_rows(np.sort(actual[name]), np.sort(own)) for name, own in expected.items()}
+
+
+def _same_rows(actual: IntArray, expected: IntArray) -> int:
+    return int((actual == expected).all(axis=1).sum()) if actual.shape == expected.shape else 0
 
 
 def _state_kl(reference: ReferenceModel, tokens: Sequence[int]) -> float | None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tapeout.operators.operator import Tracer
 
 NAME = "Experts"
-UP_INPUT, DOWN_INPUT = 3, 4
+CHOICE_INPUT, UP_INPUT, DOWN_INPUT = 1, 3, 4
 UNITS = {UP_INPUT: "experts_up", DOWN_INPUT: "experts_down"}  # of a plan
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
