@@ -69,7 +69,7 @@ def run(lowering: Lowering) -> PassResult:
 
 
 @dataclass(frozen=True)
-class _Projection:
+class Projection:
     """One of the two weights of a node, as it is read when the bundle is written."""
 
     prefix: str  # of the kernel's attributes
@@ -82,7 +82,7 @@ class _Projection:
     transposed: bool  # floats; codes have the rows of the operator's input
 
     @classmethod
-    def of(cls, lowering: Lowering, node: ir.Node, number: int, gate: ExpertGate) -> _Projection:
+    def of(cls, lowering: Lowering, node: ir.Node, number: int, gate: ExpertGate) -> Projection:
         value, bias = node.inputs[number], node.inputs[number + 2]
         assert value is not None and bias is not None
         name, (experts, outputs, columns) = parameter_behind(value), (dimension(value, axis) for axis in range(3))
@@ -118,7 +118,7 @@ class _Projection:
 
 def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> tuple[ir.Value, str]:
     """The output, and why codes are decoded: empty where they are not, or there are none."""
-    projections = [_Projection.of(lowering, node, number, gate) for number in (UP_INPUT, DOWN_INPUT)]
+    projections = [Projection.of(lowering, node, number, gate) for number in (UP_INPUT, DOWN_INPUT)]
     stored = [projection.read(lowering) for projection in projections]
     coded = [weight for weight in stored if isinstance(weight, QuantizedWeight)]
     reason = "its other weight is in float" if len(coded) < len(stored) else lowering.kernels.unsupported(OVER_CODES)
@@ -157,7 +157,7 @@ def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> tuple[ir.Valu
 
 
 def _packed(
-    lowering: Lowering, projection: _Projection, stored: QuantizedWeight
+    lowering: Lowering, projection: Projection, stored: QuantizedWeight
 ) -> tuple[list[ir.Value | None], dict[str, int]]:
     """Codes, scales and zero points of all experts, each packed as a linear; and what the kernel must know of them."""
     kernels, label, order = lowering.kernels, projection.label, projection.order()
@@ -216,7 +216,7 @@ def _alone(weight: QuantizedWeight) -> QuantizedWeight:
     return QuantizedWeight(weight.codes.copy(), weight.scales.copy(), zero_points, weight.scheme)
 
 
-def _packed_bias(lowering: Lowering, projection: _Projection) -> ir.Value | None:
+def _packed_bias(lowering: Lowering, projection: Projection) -> ir.Value | None:
     """``[E, tiles, 16]``, as the scales of a weight."""
     if not projection.bias:
         return None
@@ -228,7 +228,7 @@ def _packed_bias(lowering: Lowering, projection: _Projection) -> ir.Value | None
 # --- over floats ----------------------------------------------------------------------------------------------------
 
 
-def _tiled(lowering: Lowering, projection: _Projection) -> ir.Value | None:
+def _tiled(lowering: Lowering, projection: Projection) -> ir.Value | None:
     """A weight ``[E, N, K]`` as ``[E, tiles, K, 16]``, gates before ups."""
     experts, outputs, columns = projection.shape
 
@@ -242,7 +242,7 @@ def _tiled(lowering: Lowering, projection: _Projection) -> ir.Value | None:
     return deferred(lowering.model, f"{projection.name}.tiles", shape, ir.DataType.FLOAT, made)
 
 
-def _tiled_bias(lowering: Lowering, projection: _Projection) -> ir.Value | None:
+def _tiled_bias(lowering: Lowering, projection: Projection) -> ir.Value | None:
     """``[E, tiles, 16]``."""
     if not projection.bias:
         return None
