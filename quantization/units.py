@@ -156,9 +156,9 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
     Rates of a recurrence stay in float unless a rule names them, as ``layers.*.delta_rates`` does.
     """
 
-    def matching(name: str, experts: int) -> Scheme:
+    def matching(name: str, experts: int, expert: int = 0) -> Scheme:
         for rule in rules:
-            if _matches(rule, name):
+            if _matches(rule, name) and (not rule.experts or (experts and expert in rule.experts)):
                 if experts and rule.scheme != FLOAT and rule.scheme.group_size is None:
                     raise QuantizationError(
                         f"rule {rule.match!r} of plan.schemes gives {name} {rule.scheme.name}",
@@ -182,7 +182,23 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
         *(unit for operator in operators().values() for unit in (operator.before, operator.after, operator.rates)),
     } - {""}
     _require_used(rules, {*groups, *(f"layers.{n}.{unit}" for n in range(graph.layers) for unit in units)})
-    return {name: matching(name, group.experts) for name, group in groups.items()}
+    _require_experts(rules, groups.values())
+    return {
+        name: _one_scheme(name, [matching(name, group.experts, expert) for expert in range(max(1, group.experts))])
+        for name, group in groups.items()
+    }
+
+
+def _one_scheme(name: str, schemes: Sequence[Scheme]) -> Scheme:
+    """Of a group whose experts have these."""
+    found = Scheme.of_experts(schemes)
+    if found is None:
+        raise QuantizationError(
+            f"rules of plan.schemes give experts of {name} {' and '.join(sorted({s.name for s in schemes}))}",
+            expected="experts of one layer that differ in bits alone, all of them integers in the same groups",
+            remedy="give these rules one group_size, symmetric and positive_scales, and no bits: 32",
+        )
+    return found
 
 
 def _matches(rule: Rule, name: str) -> bool:
@@ -198,13 +214,29 @@ def _require_used(rules: Sequence[Rule], names: Collection[str]) -> None:
     for number, rule in enumerate(rules):
         mine = [name for name in names if _matches(rule, name)]
         before = [other.match for other in rules[:number]]
-        hidden = [name for name in mine if any(_matches(other, name) for other in rules[:number])]
+        hidden = [name for name in mine if any(_hides(other, rule, name) for other in rules[:number])]
         if rule.match != "*" and len(hidden) == len(mine):
             raise RecipeError(
                 f"rule {rule.match!r} of plan.schemes "
                 + (f"is never used: {', '.join(map(repr, before))} match first" if mine else "matches no unit"),
                 expected=f"a glob over units such as {', '.join(sorted(names)[:5])}",
                 remedy="correct the glob, remove the rule, or move it before the rules that match first",
+            )
+
+
+def _hides(before: Rule, rule: Rule, name: str) -> bool:
+    return _matches(before, name) and (not before.experts or set(before.experts).issuperset(rule.experts or (-1,)))
+
+
+def _require_experts(rules: Sequence[Rule], groups: Collection[LinearGroup]) -> None:
+    """Refuse a rule that names experts that no group has that it matches."""
+    for rule in rules:
+        counts = [group.experts for group in groups if _matches(rule, group.name)]
+        if rule.experts and counts and max(rule.experts) >= min(counts):
+            raise RecipeError(
+                f"rule {rule.match!r} of plan.schemes names expert {max(rule.experts)}",
+                expected=f"experts up to {min(counts) - 1}" if min(counts) else "a glob over experts of mixtures alone",
+                remedy='correct plan.schemes[].experts, or let it match "layers.*.experts_*"',
             )
 
 
