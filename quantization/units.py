@@ -68,14 +68,23 @@ def kind_of(group: LinearGroup) -> str:
     return group.name.split(".", 2)[-1] if group.name.startswith("layers.") else group.name
 
 
-def units_of(graph: PortableGraph, layers_per_group: int) -> tuple[Unit, ...]:
-    """Every linear but the head, in units of at most ``band`` layers."""
+def planned_units(wanted: Plan, graph: PortableGraph) -> tuple[Unit, ...]:
+    """What a plan chooses schemes for."""
+    return units_of(graph, wanted.layers_per_group, experts_apart=wanted.experts == "per_expert")
+
+
+def units_of(graph: PortableGraph, layers_per_group: int, *, experts_apart: bool = False) -> tuple[Unit, ...]:
+    """Every linear but the head, in units of at most ``layers_per_group`` layers.
+
+    ``experts_apart``: experts in units of one layer, as those of another layer are other experts.
+    """
     found: dict[tuple[int, str, tuple[int, ...]], list[LinearGroup]] = {}
     for group in graph.groups:
         if group.name != HEAD:
             layer = layer_of(group)
+            layers = 1 if group.experts and experts_apart else layers_per_group
             key = (
-                -1 if layer is None else layer // layers_per_group,
+                -1 if layer is None else layer // layers,
                 kind_of(group),
                 _shape(group),
             )
@@ -336,7 +345,7 @@ class UnitCandidates:
 
     @classmethod
     def of(cls, wanted: Plan, graph: PortableGraph, candidates: Candidates) -> UnitCandidates:
-        units = {unit.name: unit for unit in units_of(graph, wanted.layers_per_group)}
+        units = {unit.name: unit for unit in planned_units(wanted, graph)}
         schemes = {name: candidates_of(unit.groups[0], candidates) for name, unit in units.items()}
         embeddings = embedding_schemes(wanted.embeddings, graph.hidden_size)
         kept = caches(wanted.kv_cache, graph, candidates)

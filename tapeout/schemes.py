@@ -153,6 +153,11 @@ class Scheme(Frozen):
         return f"{self.bits}-bit" if formats()[self.format].number_type == "int" else self.format
 
     @property
+    def each(self) -> tuple[Scheme, ...]:
+        """The schemes that experts have, each once; without experts of their own bits, itself."""
+        return tuple(dict.fromkeys(map(self.of_expert, range(len(self.expert_bits))))) or (self,)
+
+    @property
     def widest(self) -> Scheme:
         """What holds every expert."""
         return self.in_format(self.format)
