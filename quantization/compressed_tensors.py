@@ -284,7 +284,7 @@ def _quantized(tensors: Mapping[str, Tensor]) -> Mapping[str, Parts]:
     return {module: parts for module, parts in modules.items() if module not in tied}
 
 
-def _scheme(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, Any]]]) -> Scheme:
+def _scheme(module: str, parts: Parts, groups: Sequence[tuple[re.Pattern[str], Mapping[str, Any]]]) -> Scheme:
     """:class:`QuantizationError` for parts that do not fit together, or not ``config.json``."""
     declared = _declared(module, parts, groups)
     _, columns = check(module, parts, declared)
@@ -306,9 +306,9 @@ def _scheme(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, 
         ) from error
 
 
-def _declared(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, Any]]]) -> Declared:
+def _declared(module: str, parts: Parts, groups: Sequence[tuple[re.Pattern[str], Mapping[str, Any]]]) -> Declared:
     """By ``config.json``."""
-    group = next((group for pattern, group in groups if re.match(pattern, module)), None)
+    group = next((group for pattern, group in groups if pattern.match(module)), None)
     if group is None:
         raise QuantizationError(
             f"config.json does not say how {module} is stored ({', '.join(parts)})",
@@ -337,19 +337,19 @@ def _declared(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str
     )
 
 
-def _groups_of(config: Path) -> list[tuple[str, Mapping[str, Any]]]:
+def _groups_of(config: Path) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
     """``config_groups`` by regular expression of modules. :class:`QuantizationError` for groups that lack something."""
     if not config.is_file():
         return []
     groups = (json.loads(config.read_text()).get("quantization_config") or {}).get("config_groups") or {}
     try:
         return [
-            (target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$", group)
+            (re.compile(target[3:] if target.startswith("re:") else f"{re.escape(target)}$"), group)
             for group in groups.values()
             for _ in [int(group["weights"]["num_bits"])]
             for target in group["targets"]
         ]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
         raise QuantizationError(
             f"a group of quantization_config in {config} does not say what it is for ({error})",
             expected="targets, and weights with num_bits",
