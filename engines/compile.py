@@ -24,7 +24,7 @@ from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
 from tapeout.operators import DOMAIN, PAST, graph_state
 from tapeout.operators.attention import AttentionNode
-from tapeout.operators.experts import share_read
+from tapeout.operators.experts import DOWN_INPUT, share_read
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
@@ -276,7 +276,9 @@ def _share_read(weight: ir.Value, tokens: int) -> float:
     readers = [use.node for use in weight.uses()]
     if not readers or any(node.domain != KERNELS or node.op_type not in EXPERTS for node in readers):
         return 1.0
-    index, experts = readers[0].inputs[1], dimension(weight, 0)
+    index, weights = readers[0].inputs[1], readers[0].inputs[DOWN_INPUT]  # of both operators it is [E, ..]
+    assert weights is not None
+    experts = dimension(weights, 0)
     chosen = index.shape[1] if index is not None and index.shape is not None else None
     return share_read(tokens, chosen, experts) if isinstance(chosen, int) else 1.0
 

@@ -132,6 +132,8 @@ class QuantizedModel(Record):
 
 def _label(scheme: Scheme) -> tuple[int, str]:
     """Bits, and what a summary calls a scheme."""
+    if scheme.expert_bits:
+        return scheme.bits, f"w{min(scheme.expert_bits)}-{scheme.bits}"
     if formats()[scheme.format].number_type == "int" or scheme == FLOAT:
         return scheme.bits, f"w{scheme.bits}{INPUTS[scheme.activations]}"
     return scheme.bits, scheme.format

@@ -12,7 +12,8 @@ Two of its encodings are used, each module's named in ``config.json`` (compresse
   transformers 5.23 cannot load a packed embedding, and ties two modules only by a parameter that is called ``weight``.
   A tied embedding is stored once; its scales (3 % of it) once for each of the two modules.
 
-Other formats bring a third, as ``mxfp4`` does. ``tapeout/formats`` says how the codes of each lie in these tensors.
+Other formats bring a third, as ``mxfp4`` does. ``tapeout/formats`` says how the codes of each lie in these tensors, and
+``tapeout/expert_codes.py`` how those of experts that differ in bits do.
 
 Experts of a mixture are one parameter ``X`` of three dimensions, stored as ``X.weight_packed`` and so on with the
 experts in front and ``X.weight_shape`` ``[3]``. transformers loads such experts in float only.
@@ -37,6 +38,7 @@ from pydantic import ValidationError
 from safetensors import safe_open
 
 from quantization.stored import Declared, Parts, check, experts_of, quantized_modules, whole
+from tapeout import expert_codes
 from tapeout.coded_parameters import BLOCKS, SCALES, as_weight, coded_names, decoded, parameter_shape
 from tapeout.errors import QuantizationError
 from tapeout.float_types import as_float32
@@ -49,7 +51,7 @@ from tapeout.tensor_files import FLOATS, INDEX, SINGLE
 from tapeout.tensor_writer import ShardWriter, write_tensors
 from tapeout.work_folder import is_kept, keep
 
-PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
+PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale", expert_codes.BITS)
 KV_PARTS = ("k_scale", "v_scale")  # of attention modules, when the KV cache has one scale per tensor
 
 
@@ -105,6 +107,8 @@ class Checkpoint:
         module = _module(name)
         tensors = {part: stored.read() for part, stored in self._modules[module].items()}
         scheme = self._schemes[module]
+        if scheme.expert_bits:
+            return QuantizedWeight.of(expert_codes.decode(tensors), scheme)
         found = format_of(scheme)
         embedding = "weight" in tensors and "input_scale" not in tensors
         return QuantizedWeight.of(found.decode_bytes(tensors) if embedding else found.decode(tensors), scheme)
@@ -169,7 +173,9 @@ class CheckpointWriter(ShardWriter):
 
     def add_linear(self, name: str, linear: QuantizedWeight | FloatArray) -> None:
         if isinstance(linear, QuantizedWeight):
-            self._add_parts(name, format_of(linear.scheme).encode(linear.coded))
+            of_experts = linear.scheme.expert_bits
+            parts = expert_codes.encode(linear) if of_experts else format_of(linear.scheme).encode(linear.coded)
+            self._add_parts(name, parts)
         else:
             self.add(name, linear)
 
@@ -278,7 +284,7 @@ def _quantized(tensors: Mapping[str, Tensor]) -> Mapping[str, Parts]:
     return {module: parts for module, parts in modules.items() if module not in tied}
 
 
-def _scheme(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, Any]]]) -> Scheme:
+def _scheme(module: str, parts: Parts, groups: Sequence[tuple[re.Pattern[str], Mapping[str, Any]]]) -> Scheme:
     """:class:`QuantizationError` for parts that do not fit together, or not ``config.json``."""
     declared = _declared(module, parts, groups)
     _, columns = check(module, parts, declared)
@@ -287,7 +293,10 @@ def _scheme(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, 
     activations = static if declared.static else "float"
     scale_type: ScaleType = "e8m0" if declared.ue8m0 else "float"
     found = find_format(declared.bits, activations, declared.number_type, scale_type)
-    fields = {"bits": declared.bits, "activations": activations, "format": found.name if found else "none"}
+    named = found.name if found else "none"
+    fields: dict[str, Any] = {"bits": declared.bits, "activations": activations, "format": named}
+    if expert_codes.BITS in parts:
+        fields["expert_bits"] = tuple(parts[expert_codes.BITS].read().tolist())
     try:
         return Scheme.model_validate(fields | {"group_size": size, "symmetric": declared.symmetric})
     except ValidationError as error:
@@ -297,9 +306,9 @@ def _scheme(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, 
         ) from error
 
 
-def _declared(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str, Any]]]) -> Declared:
+def _declared(module: str, parts: Parts, groups: Sequence[tuple[re.Pattern[str], Mapping[str, Any]]]) -> Declared:
     """By ``config.json``."""
-    group = next((group for pattern, group in groups if re.match(pattern, module)), None)
+    group = next((group for pattern, group in groups if pattern.match(module)), None)
     if group is None:
         raise QuantizationError(
             f"config.json does not say how {module} is stored ({', '.join(parts)})",
@@ -308,11 +317,11 @@ def _declared(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str
         )
     weights = group["weights"]
     layout = group.get("format")
-    known = sorted({BYTES, *(one.layout for one in formats().values() if isinstance(one, NumberFormat))})
+    known = {one.layout for one in formats().values() if isinstance(one, NumberFormat)} | {BYTES, expert_codes.LAYOUT}
     if layout not in known:
         raise QuantizationError(
             f"config.json says that {module} is stored in {layout}",
-            expected=f"one of {', '.join(known)}",
+            expected=f"one of {', '.join(sorted(known))}",
             remedy="run `dvc repro quantize`",
         )
     size, exponents = weights.get("group_size"), weights.get("scale_dtype") == "torch.uint8"
@@ -328,19 +337,19 @@ def _declared(module: str, parts: Parts, groups: Sequence[tuple[str, Mapping[str
     )
 
 
-def _groups_of(config: Path) -> list[tuple[str, Mapping[str, Any]]]:
+def _groups_of(config: Path) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:
     """``config_groups`` by regular expression of modules. :class:`QuantizationError` for groups that lack something."""
     if not config.is_file():
         return []
     groups = (json.loads(config.read_text()).get("quantization_config") or {}).get("config_groups") or {}
     try:
         return [
-            (target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$", group)
+            (re.compile(target[3:] if target.startswith("re:") else f"{re.escape(target)}$"), group)
             for group in groups.values()
             for _ in [int(group["weights"]["num_bits"])]
             for target in group["targets"]
         ]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
         raise QuantizationError(
             f"a group of quantization_config in {config} does not say what it is for ({error})",
             expected="targets, and weights with num_bits",

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quantization.calibration import Calibration
 from quantization.kv_cache import BITS
 from quantization.units import (
     ALL_CANDIDATES,
@@ -17,7 +21,6 @@ from quantization.units import (
     embeddings_of,
     resolve,
 )
-from tapeout.operators.experts import share_read
 from tapeout.portable_graph import CachedHeads, LinearGroup, PortableGraph
 from tapeout.quantized import is_e4m3
 from tapeout.recipe import THROUGHPUT_STREAMS, KVCache, Plan
@@ -29,6 +32,7 @@ from tapeout.throughput import Throughput
 WORKLOADS = {"latency": {1: 0.5, 128: 0.5}, "throughput": {THROUGHPUT_STREAMS: 0.5, 128: 0.5}}
 
 Shape = tuple[int, int]  # (K, N) of a merged linear
+Visits = Mapping[str, Sequence[int]]  # by group of experts: tokens of calibration that chose each
 SCALE_BYTES = 4  # of a channel of keys or values; one per tensor is written to every channel
 
 
@@ -53,11 +57,13 @@ class CostTable:
     attention: Mapping[str, Mapping[int, float]]  # of one layer, the mean, by a cache's dtype and tokens of a step
     timed: bool = True  # False: seconds follow from what the target declares
     float_bits: int = 32  # of a KV cache that is not quantized
+    visits: Visits = field(default_factory=dict[str, Sequence[int]])  # empty: all experts are chosen alike
 
     def linears(self, groups: Sequence[LinearGroup], scheme: Scheme) -> Cost:
         """Of groups that are all of one shape, with so many experts or none."""
-        size = self.bytes[shape_of(groups[0])][scheme.fitted(groups[0].in_features).name]
-        return Cost(len(groups) * max(1, groups[0].experts) * size, self.linears_seconds(groups, scheme))
+        sizes, scheme = self.bytes[shape_of(groups[0])], scheme.fitted(groups[0].in_features)
+        size = sum(sizes[scheme.of_expert(expert).name] for expert in range(max(1, groups[0].experts)))
+        return Cost(len(groups) * size, self.linears_seconds(groups, scheme))
 
     def embeddings(self, graph: PortableGraph, scheme: Scheme) -> Cost:
         """Of the token embedding and lm_head: a tied one counts once."""
@@ -85,12 +91,28 @@ class CostTable:
 
         Experts take the time of a linear of their shape for each of them that a step reads.
         """
-        group = groups[0]
-        taken = self.seconds[shape_of(group)].get(scheme.fitted(group.in_features).name, {})
+        group, scheme = groups[0], scheme.fitted(groups[0].in_features)
         if not group.experts:
+            taken = self.seconds[shape_of(group)].get(scheme.name, {})
             return {tokens: len(groups) * seconds for tokens, seconds in taken.items()}
-        steps = {tokens: visited(group, tokens) for tokens in taken}
-        return {tokens: len(groups) * read * taken[each] for tokens, (read, each) in steps.items() if each in taken}
+        of_experts = [self.experts_seconds(each, scheme) for each in groups]
+        counts = of_experts[0].keys()
+        return {n: float(sum(part[n].sum() for part in of_experts)) for n in counts if all(n in p for p in of_experts)}
+
+    def experts_seconds(self, group: LinearGroup, scheme: Scheme) -> dict[int, NDArray[np.float64]]:
+        """Of each expert, by tokens of a step, as far as timed: the time to read it, by how many steps do.
+
+        The tokens of one that is read are those of all, shared out: a step waits for weights more than for products.
+        """
+        scheme = scheme.fitted(group.in_features)
+        taken = self.seconds[shape_of(group)]
+        own = [taken.get(scheme.of_expert(expert).name, {}) for expert in range(group.experts)]
+        found: dict[int, NDArray[np.float64]] = {}
+        for tokens in own[0]:
+            read, each = visited(group, tokens, self.visits.get(group.name))
+            if all(each in seconds for seconds in own):
+                found[tokens] = read * [seconds[each] for seconds in own]
+        return found
 
     def embeddings_seconds(self, graph: PortableGraph, scheme: Scheme) -> dict[int, float]:
         """By tokens of a step, as far as timed. Prefill computes one position of lm_head; a gather is free."""
@@ -108,18 +130,33 @@ def shape_of(group: LinearGroup) -> Shape:
     return (group.in_features, sum(group.out_features))
 
 
-def visited(group: LinearGroup, tokens: int) -> tuple[float, int]:
-    """How many experts a step of so many tokens reads, and the tokens of each, if all are chosen alike.
+def visits_of(calibration: Calibration) -> Visits:
+    """Of all samples."""
+    return {
+        name: tuple(fit + holdout for fit, holdout in zip(layer.fit, layer.holdout, strict=True))
+        for layer in calibration.visits
+        for name in layer.groups
+    }
+
+
+def visited(group: LinearGroup, tokens: int, visits: Sequence[int] | None = None) -> tuple[NDArray[np.float64], int]:
+    """By expert, the share of steps of so many tokens that read it; and the tokens of each that is read.
+
+    Tokens choose by themselves, each expert as often as calibration did: one that no token chose counts as chosen by
+    one. Without ``visits`` all are chosen alike.
 
     >>> group = LinearGroup(
     ...     name="layers.0.experts_up", members=("up",), biases=(None,), in_features=64, out_features=(64,),
     ...     experts=128, chosen=8,
     ... )
-    >>> [(round(read, 1), each) for read, each in (visited(group, tokens) for tokens in (1, 32, 512))]
+    >>> [(round(float(read.sum()), 1), each) for read, each in (visited(group, tokens) for tokens in (1, 32, 512))]
     [(8.0, 1), (111.8, 2), (128.0, 32)]
+    >>> visited(group.model_copy(update={"experts": 4, "chosen": 1}), 2, [97, 1, 1, 1])[0].round(3).tolist()
+    [0.999, 0.02, 0.02, 0.02]
     """
-    read = group.experts * share_read(tokens, group.chosen, group.experts)
-    return read, round(tokens * group.chosen / read)
+    counts = np.maximum(visits or np.ones(group.experts), 1)
+    read = 1 - (1 - np.minimum(group.chosen * counts / counts.sum(), 1)) ** tokens
+    return read, max(1, round(tokens * group.chosen / read.sum()))
 
 
 def head_of(graph: PortableGraph) -> LinearGroup:
@@ -136,6 +173,7 @@ def declared_costs(
     slots: int,
     float_bits: int,
     fp8_inputs: bool = False,
+    visits: Visits | None = None,
 ) -> CostTable:
     """The table of a target with no device at hand: bytes by schemes, seconds by its declared throughput.
 
@@ -147,8 +185,7 @@ def declared_costs(
     sizes: dict[Shape, dict[str, int]] = {}
     seconds: dict[Shape, dict[str, dict[int, float]]] = {}
     for (columns, outputs), schemes in schemes_by_shape(graph, plan, candidates).items():
-        alike = [group for group in graph.groups if group.experts and shape_of(group) == (columns, outputs)]
-        counts = sorted({*tokens, *(visited(group, count)[1] for group in alike for count in tokens)})
+        counts = counts_of(graph, (columns, outputs), tokens, visits or {})
         sizes[columns, outputs], seconds[columns, outputs] = {}, {}
         for scheme in schemes:
             bits = float_bits if scheme == FLOAT else scheme.bits_per_weight(columns)
@@ -168,7 +205,18 @@ def declared_costs(
         cache.dtype: mean_of_layers(graph, tokens, lambda heads, dtype=cache.dtype: attended(heads, dtype))
         for cache in caches(plan.kv_cache, graph, candidates)
     }
-    return CostTable(target, 0, slots, context, sizes, seconds, attention, timed=False, float_bits=float_bits)
+    return CostTable(
+        *(target, 0, slots, context, sizes, seconds, attention),
+        timed=False,
+        float_bits=float_bits,
+        visits=visits or {},
+    )
+
+
+def counts_of(graph: PortableGraph, shape: Shape, tokens: Collection[int], visits: Visits) -> list[int]:
+    """Tokens at which a linear of the shape is timed, for steps of ``tokens``: fewer for one of experts."""
+    alike = [group for group in graph.groups if group.experts and shape_of(group) == shape]
+    return sorted({*tokens, *(visited(each, n, visits.get(each.name))[1] for each in alike for n in tokens)})
 
 
 def mean_of_layers(
@@ -196,6 +244,6 @@ def schemes_by_shape(
         elif written is None:
             wanted = candidates_of(group, candidates)
         else:
-            wanted = (written[group.name].fitted(group.in_features),)
+            wanted = written[group.name].fitted(group.in_features).each
         found.setdefault(shape_of(group), {}).update(dict.fromkeys(wanted))
     return {shape: tuple(schemes) for shape, schemes in found.items()}

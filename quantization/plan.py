@@ -68,7 +68,7 @@ class Search(Frozen):
 
 class PrecisionPlan(Record):
     artifact_type: ClassVar[str] = "PrecisionPlan"
-    schema_version: ClassVar[int] = 5  # 5: how the state of recurrences is kept
+    schema_version: ClassVar[int] = 6  # 6: experts in bits of their own
     remedy: ClassVar[str] = "run `dvc repro plan`"
     parent_types: ClassVar[ParentTypes] = {
         "graph": ("PortableGraph",),

@@ -7,12 +7,16 @@ that no sensitivity was measured on; the budget of the sum is corrected by what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quantization import frontier
 from quantization.calibration import Calibration, sample_hash
-from quantization.cost_table import Cost, CostTable, workload_of
+from quantization.cost_table import Cost, CostTable, shape_of, workload_of
+from quantization.expert_bits import mixtures
 from quantization.frontier import FrontierPoint
 from quantization.plan import (
     AS_WRITTEN,
@@ -31,7 +35,7 @@ from quantization.plan import (
 from quantization.plan_solver import Chosen, Goal, Option, PlanBudget, PlanChoice, Workload, settle
 from quantization.plan_solver import frontier as best_plans
 from quantization.recurrent_state import choose_state, kept_in, written_state
-from quantization.sensitivity import Sensitivity
+from quantization.sensitivity import Sensitivity, UnitSensitivity
 from quantization.statistics import held_out
 from quantization.units import (
     ALL_CANDIDATES,
@@ -46,7 +50,7 @@ from quantization.whole_plan import WholePlan
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.errors import QuantizationError
-from tapeout.portable_graph import PortableGraph
+from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import Plan, Quantize
 from tapeout.schemes import Scheme
 from tapeout.state import Recurrent
@@ -157,6 +161,7 @@ def _chosen(
 ) -> tuple[PrecisionPlan, tuple[FrontierPoint, ...]]:
     workload = Workload(shares=workload_of(wanted))
     minimize: Goal = "bytes" if wanted.goal == "memory" else "seconds"
+    offered, sensitivity = _with_mixtures(offered, sensitivity, costs, workload, minimize, wanted.max_bytes)
     options = _options(offered, kept_in(graph, state.dtype), sensitivity, costs)
     check = heldout[wanted.samples : wanted.samples * (1 + CHECK_SAMPLES)]
     whole = WholePlan(settings, graph, calibration, offered, check)
@@ -213,6 +218,40 @@ def _chosen(
         ),
     )
     return record, _points(best_plans(options, workload, minimize), chosen)
+
+
+def _with_mixtures(
+    offered: UnitCandidates,
+    sensitivity: Sensitivity,
+    costs: CostTable,
+    workload: Workload,
+    minimize: Goal,
+    max_bytes: int | None,
+) -> tuple[UnitCandidates, Sensitivity]:
+    """With schemes of experts in bits of their own, where sensitivities are those of each expert."""
+    schemes, measured = dict(offered.schemes), list[UnitSensitivity]()
+    for unit in sensitivity.units:
+        if unit.experts and unit.name in offered.units:
+            (group,) = offered.units[unit.name].groups
+            coded = [scheme for scheme in schemes[unit.name] if scheme.name in unit.experts]
+            prices: list[dict[str, list[float]]] = []
+            if minimize == "seconds":
+                prices.append({scheme.name: _per_token(costs, group, scheme, workload) for scheme in coded})
+            if minimize == "bytes" or max_bytes is not None:
+                sizes = costs.bytes[shape_of(group)]
+                prices.append({scheme.name: [float(sizes[scheme.name])] * group.experts for scheme in coded})
+            found = mixtures(coded, unit.experts, prices)
+            schemes[unit.name] = (*schemes[unit.name], *found)
+            kl = unit.kl | {scheme.name: loss for scheme, loss in found.items()}
+            unit = unit.model_copy(update={"kl": kl})
+        measured.append(unit)
+    return replace(offered, schemes=schemes), sensitivity.model_copy(update={"units": tuple(measured)})
+
+
+def _per_token(costs: CostTable, group: LinearGroup, scheme: Scheme, workload: Workload) -> list[float]:
+    """Seconds of each expert per token of the workload."""
+    seconds = costs.experts_seconds(group, scheme)
+    return sum((share / n * seconds[n] for n, share in workload.shares.items()), np.zeros(group.experts)).tolist()
 
 
 def _options(

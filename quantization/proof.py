@@ -120,18 +120,20 @@ def count_tensors(
         weight = source(None)
         _require_shape(name, linear, weight)
         return [_count(name, linear, weight, size)]
-    experts = len(linear.codes)
+    experts, columns = len(linear.codes), linear.codes.shape[-1]
+    bits = [linear.scheme.of_expert(expert).bits_per_weight(columns) for expert in range(experts)]
+    ends = np.cumsum([0.0, *bits]) / sum(bits)  # of each expert's share of the bytes
     found: list[TensorInventory] = []
     ranges: list[FloatArray] = []
     for expert in range(experts):
         part, own = linear.part(expert), source(expert)
         _require_shape(f"{name}, expert {expert},", part, own)
-        counted = _count(name, part, own, size * (expert + 1) // experts - size * expert // experts)
+        counted = _count(name, part, own, round(size * ends[expert + 1]) - round(size * ends[expert]))
         error = np.square(part.dequantize() - own, dtype=np.float64).sum()
         distance = float(error / max(np.square(own, dtype=np.float64).sum(), _NO_SIZE))
-        rounded = not counted.exact and nearest_if_exact([own], linear.scheme) is not None
+        rounded = not counted.exact and nearest_if_exact([own], part.scheme) is not None
         found.append(counted.model_copy(update={"expert": expert, "distance": distance, "rounded": rounded}))
-        ranges.append(np.abs(fit_range(own, linear.scheme).scales).reshape(-1))
+        ranges.append(np.abs(fit_range(own, part.scheme).scales).reshape(-1))
     owners = enumerate(_owners(linear, np.stack(ranges)))
     # Where every weight is its source's, so are the scales: of codes drawn with one scale, say, these fit any expert.
     return [
@@ -234,7 +236,8 @@ def prove(
     for name, scheme in planned.items():
         if name not in by_name:
             reasons.append(f"{name} was planned as {scheme.name} but is not stored")
-        reasons.extend(reason for entry in by_name.get(name, ()) for reason in _reasons(entry, scheme))
+        for entry in by_name.get(name, ()):
+            reasons += _reasons(entry, scheme if entry.expert is None else scheme.of_expert(entry.expert))
     reasons.extend(
         f"{entry.name} is stored in {entry.bits} bits but was not planned to be"
         for entry in inventory
@@ -247,8 +250,9 @@ def prove(
 
     def bits_of(entry: TensorInventory) -> float:
         scheme = planned[entry.name]
+        own = 0 if entry.expert is None else scheme.of_expert(entry.expert).bits - scheme.mean_bits
         wider = SCALE_BITS / (scheme.group_size or entry.columns) if entry.wide_scales else 0
-        return scheme.bits_per_weight(entry.columns) + wider + (8 - scheme.bits if entry.name in in_bytes else 0)
+        return scheme.bits_per_weight(entry.columns) + own + wider + (8 - scheme.bits if entry.name in in_bytes else 0)
 
     planned_bits = sum(bits_of(entry) * entry.weights for entry in chosen) / weights if weights else 32.0
     if weights and bits > planned_bits * BITS_TOLERANCE:

@@ -224,7 +224,8 @@ class LayersJob:
         found: list[SearchResult] = []
         for expert in range(group.experts):
             weight = out_by_in(self.source.part(name, expert), group)
-            found.append(search([weight], scheme, read_statistics(self.calibration, group, expert), self.settings))
+            statistics = read_statistics(self.calibration, group, expert)
+            found.append(search([weight], scheme.of_expert(expert), statistics, self.settings))
         result.tensors[name] = stacked([one.members[0].linear for one in found])
         result.reports.append(_experts_report(group, scheme, found, self._visits(group)))
 

@@ -87,7 +87,9 @@ class PreparedExperts:
 
     def rounded(self, scheme: Scheme) -> Simulated:
         """Not for a scheme that leaves the group in float."""
-        found = (self._expert(expert).rounded(scheme).linears[0] for expert in range(self.group.experts))
+        found = (
+            self._expert(expert).rounded(scheme.of_expert(expert)).linears[0] for expert in range(self.group.experts)
+        )
         return Simulated((stacked(list(found)),), identity(self.group.in_features))
 
     def _expert(self, expert: int) -> Prepared:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from quantization.needs import simulation_needs
 from quantization.plan import AS_WRITTEN, RECURRENT_STATE, StatePlan
-from quantization.units import Candidates, units_of
+from quantization.units import Candidates, planned_units
 from tapeout.artifact import Artifact
 from tapeout.operators import graph_state
 from tapeout.portable_graph import PortableGraph
@@ -60,7 +60,7 @@ def choose_state(
 
     text = [token for sample in heldout for token in sample][: min(graph.record.max_positions, STATE_TOKENS)]
     progress(f"states of recurrences in bfloat16 are measured over {len(text)} tokens")
-    units = [*units_of(graph.record, wanted.layers_per_group)]
+    units = [*planned_units(wanted, graph.record)]
     needs = simulation_needs(graph.record, units, len(text), POSITIONS, plans=False)
     require("measuring states in bfloat16", needs, graph.folder)
     kl = Simulation(graph, [text], ()).state_kl()

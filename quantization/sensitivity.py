@@ -10,16 +10,20 @@ from tapeout.artifact import Frozen, ParentTypes, Record
 
 
 class UnitSensitivity(Frozen):
-    """Mean KL(float, changed) in nats per position, by scheme; one that changes nothing has 0."""
+    """Mean KL(float, changed) in nats per position, by scheme; one that changes nothing has 0.
+
+    ``experts``: what of it each expert makes, where a plan may give each bits of its own (expert_bits.py).
+    """
 
     name: str
     groups: tuple[str, ...]
     kl: dict[str, float]
+    experts: dict[str, tuple[float, ...]] = Field(default={})
 
 
 class Sensitivity(Record):
     artifact_type: ClassVar[str] = "Sensitivity"
-    schema_version: ClassVar[int] = 2
+    schema_version: ClassVar[int] = 3  # 3: of each expert
     remedy: ClassVar[str] = "run `dvc repro sensitivity`"
     parent_types: ClassVar[ParentTypes] = {"graph": ("PortableGraph",), "calibration": ("Calibration",)}
 

@@ -11,10 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quantization.calibration import Calibration, sample_hash
+from quantization.compressed_tensors import open_checkpoint
+from quantization.expert_bits import ExpertErrors
 from quantization.needs import simulation_needs
 from quantization.sensitivity import Sensitivity, UnitSensitivity
 from quantization.statistics import held_out
-from quantization.units import ALL_CANDIDATES, Candidates, caches, candidates_of, embedding_schemes, units_of
+from quantization.units import (
+    ALL_CANDIDATES,
+    Candidates,
+    Unit,
+    caches,
+    candidates_of,
+    embedding_schemes,
+    planned_units,
+)
 from tapeout import artifact
 from tapeout.artifact import Artifact
 from tapeout.portable_graph import PortableGraph
@@ -46,7 +56,7 @@ def sweep(
     from quantization.simulate import POSITIONS, Simulation
 
     chosen = held_out(calibration, samples)[: wanted.samples]
-    units = units_of(graph.record, wanted.layers_per_group)
+    units = planned_units(wanted, graph.record)
     work = [
         (unit, [scheme for scheme in candidates_of(unit.groups[0], candidates) if scheme != FLOAT]) for unit in units
     ]
@@ -55,7 +65,13 @@ def sweep(
     count = sum(len(schemes) for _, schemes in work) + len(embeddings) + len(kept)
     tokens, positions = len(chosen) * max(map(len, chosen)), POSITIONS * len(chosen)
     require("measuring sensitivity", simulation_needs(graph.record, units, tokens, positions, plans=False), folder)
-    rounding = QuickRounding(graph, calibration, settings)
+    rounding, source = QuickRounding(graph, calibration, settings), open_checkpoint(graph.folder)
+
+    def errors_of(unit: Unit) -> ExpertErrors | None:
+        """Of each expert, where the plan may give it bits of its own."""
+        apart = wanted.experts == "per_expert" and unit.groups[0].experts
+        return ExpertErrors(unit.groups[0], graph.record, calibration, source) if apart else None
+
     measured: list[UnitSensitivity] = []
     with (
         artifact.create(folder, Sensitivity) as draft,
@@ -64,13 +80,18 @@ def sweep(
         starts = {unit.first_layer for unit in units}
         simulation = Simulation(graph, chosen, starts, int8_inputs=candidates.int8_inputs)
         for unit, schemes in work:
-            kls = {FLOAT.name: 0.0}
+            kls, experts = {FLOAT.name: 0.0}, dict[str, tuple[float, ...]]()
             prepared = rounding.prepare(unit.groups)
+            errors = errors_of(unit)
             for scheme in schemes:
                 changed = rounding.rounded(prepared, scheme)
                 kls[scheme.name] = simulation.kl(changed, first_layer=unit.first_layer)
+                if errors is not None:
+                    shares = errors.shares(changed[unit.groups[0].name].linears[0])
+                    experts[scheme.name] = tuple((kls[scheme.name] * shares).tolist())
                 progress.update()
-            measured.append(UnitSensitivity(name=unit.name, groups=tuple(group.name for group in unit.groups), kl=kls))
+            names = tuple(group.name for group in unit.groups)
+            measured.append(UnitSensitivity(name=unit.name, groups=names, kl=kls, experts=experts))
         embedding_kls: dict[str, float] = {}
         for scheme in embeddings:
             changed = rounding.embeddings(scheme)

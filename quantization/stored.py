@@ -9,10 +9,12 @@ words or bytes, and their scales, may have the experts of a mixture in front.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from tapeout import expert_codes
 from tapeout.errors import QuantizationError
 from tapeout.tensor_files import FLOATS
 
@@ -43,11 +45,12 @@ DIMENSIONS = {
     "K/g": "groups of g input channels; g divides K",
     "N/r": "blocks of r output channels; the last may be smaller",
     "K/c": "blocks of c input channels; the last may be smaller",
+    "experts words": "32-bit words that the codes of all experts fill, each in its own bits",
 }
 FIXED = {"1": 1, "2": 2, "3": 3, "16": 16}
 ATTACHED = ("_blocks", "_scales")  # parts of experts that follow the parameter's own name, without a point
 FLOAT_NAMES = ("weight", *ATTACHED)  # names, or ends of them, that parameters in float have, too
-EXPERTS = "experts"  # of a mixture: the first dimension of all parts but the shape
+EXPERTS = "experts"  # of a mixture: the first dimension of all parts but the shape, and codes of their own bits
 SCALED: Mapping[Strategy, tuple[Dims, ...]] = {
     "tensor": ((), ("1",), ("1", "1")),
     "channel": (("N", "1"), ("N",)),
@@ -148,6 +151,16 @@ LAYOUTS: Mapping[str, Layout] = {
             StoredPart("weight_scale", ("F16", "F32"), ("N", "K/g")),
             StoredPart("weight_shape", ("I64",), ("2",)),
             StoredPart("weight_zero_point", ("I32",), ("N words", "K/g"), needed="asymmetric"),
+        ),
+        _packed_size,
+    ),
+    f"our {expert_codes.LAYOUT}": Layout(
+        (
+            StoredPart("weight_packed", ("I32",), ("experts words",)),
+            StoredPart("weight_scale", ("F16", "F32"), (EXPERTS, "N", "K/g")),
+            StoredPart("weight_shape", ("I64",), ("3",)),
+            StoredPart(expert_codes.BITS, ("U8",), (EXPERTS,)),
+            StoredPart("weight_zero_point", ("I32",), (EXPERTS, "N words", "K/g"), needed="asymmetric"),
         ),
         _packed_size,
     ),
@@ -267,6 +280,8 @@ def stored_name(module: str, part: str) -> str:
 
 def experts_of(parts: Parts) -> int:
     """How many experts a stored weight holds, ``[experts, N, K]``; 0 for a linear ``[N, K]``."""
+    if expert_codes.BITS in parts:
+        return math.prod(parts[expert_codes.BITS].shape)
     for name, dimensions in (("weight_packed", 3), ("_blocks", 4)):
         if name in parts and len(parts[name].shape) == dimensions:
             return parts[name].shape[0]
@@ -277,7 +292,8 @@ def check(module: str, parts: Parts, declared: Declared) -> tuple[int, int]:
     """N and K. :class:`QuantizationError` for parts of a weight that are missing, left over, or do not fit."""
     layout = LAYOUTS[declared.layout]
     needed = [part for part in layout.parts if declared.needs(part)]
-    if experts := experts_of(parts):
+    experts = experts_of(parts)
+    if experts and not any(EXPERTS in (part.shape or ()) for part in layout.parts):
         needed = [_of_experts(part, declared) for part in needed]
     known = {**FIXED, EXPERTS: experts}
     names = [part.name for part in needed]
@@ -300,7 +316,15 @@ def check(module: str, parts: Parts, declared: Declared) -> tuple[int, int]:
             raise _misfit(module, parts, part, declared, known)
     _require_shapes(module, parts, needed, declared, known)
     rows, columns = layout.size(parts)
-    _require_shapes(module, parts, needed, declared, _sizes(module, rows, columns, declared) | known)
+    sizes = _sizes(module, rows, columns, declared) | known
+    if expert_codes.BITS in parts:
+        bits = parts[expert_codes.BITS].read().tolist()
+        if max(bits) != declared.bits:
+            raise _misfit(
+                module, parts, next(part for part in needed if part.name == expert_codes.BITS), declared, sizes
+            )
+        sizes["experts words"] = expert_codes.words_of_experts(bits, rows, columns)
+    _require_shapes(module, parts, needed, declared, sizes)
     return rows, columns
 
 

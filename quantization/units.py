@@ -68,14 +68,23 @@ def kind_of(group: LinearGroup) -> str:
     return group.name.split(".", 2)[-1] if group.name.startswith("layers.") else group.name
 
 
-def units_of(graph: PortableGraph, layers_per_group: int) -> tuple[Unit, ...]:
-    """Every linear but the head, in units of at most ``band`` layers."""
+def planned_units(wanted: Plan, graph: PortableGraph) -> tuple[Unit, ...]:
+    """What a plan chooses schemes for."""
+    return units_of(graph, wanted.layers_per_group, experts_apart=wanted.experts == "per_expert")
+
+
+def units_of(graph: PortableGraph, layers_per_group: int, *, experts_apart: bool = False) -> tuple[Unit, ...]:
+    """Every linear but the head, in units of at most ``layers_per_group`` layers.
+
+    ``experts_apart``: experts in units of one layer, as those of another layer are other experts.
+    """
     found: dict[tuple[int, str, tuple[int, ...]], list[LinearGroup]] = {}
     for group in graph.groups:
         if group.name != HEAD:
             layer = layer_of(group)
+            layers = 1 if group.experts and experts_apart else layers_per_group
             key = (
-                -1 if layer is None else layer // layers_per_group,
+                -1 if layer is None else layer // layers,
                 kind_of(group),
                 _shape(group),
             )
@@ -156,9 +165,9 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
     Rates of a recurrence stay in float unless a rule names them, as ``layers.*.delta_rates`` does.
     """
 
-    def matching(name: str, experts: int) -> Scheme:
+    def matching(name: str, experts: int, expert: int = 0) -> Scheme:
         for rule in rules:
-            if _matches(rule, name):
+            if _matches(rule, name) and (not rule.experts or (experts and expert in rule.experts)):
                 if experts and rule.scheme != FLOAT and rule.scheme.group_size is None:
                     raise QuantizationError(
                         f"rule {rule.match!r} of plan.schemes gives {name} {rule.scheme.name}",
@@ -182,7 +191,23 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
         *(unit for operator in operators().values() for unit in (operator.before, operator.after, operator.rates)),
     } - {""}
     _require_used(rules, {*groups, *(f"layers.{n}.{unit}" for n in range(graph.layers) for unit in units)})
-    return {name: matching(name, group.experts) for name, group in groups.items()}
+    _require_experts(rules, groups.values())
+    return {
+        name: _one_scheme(name, [matching(name, group.experts, expert) for expert in range(max(1, group.experts))])
+        for name, group in groups.items()
+    }
+
+
+def _one_scheme(name: str, schemes: Sequence[Scheme]) -> Scheme:
+    """Of a group whose experts have these."""
+    found = Scheme.of_experts(schemes)
+    if found is None:
+        raise QuantizationError(
+            f"rules of plan.schemes give experts of {name} {' and '.join(sorted({s.name for s in schemes}))}",
+            expected="experts of one layer that differ in bits alone, all of them integers in the same groups",
+            remedy="give these rules one group_size, symmetric and positive_scales, and no bits: 32",
+        )
+    return found
 
 
 def _matches(rule: Rule, name: str) -> bool:
@@ -198,13 +223,29 @@ def _require_used(rules: Sequence[Rule], names: Collection[str]) -> None:
     for number, rule in enumerate(rules):
         mine = [name for name in names if _matches(rule, name)]
         before = [other.match for other in rules[:number]]
-        hidden = [name for name in mine if any(_matches(other, name) for other in rules[:number])]
+        hidden = [name for name in mine if any(_hides(other, rule, name) for other in rules[:number])]
         if rule.match != "*" and len(hidden) == len(mine):
             raise RecipeError(
                 f"rule {rule.match!r} of plan.schemes "
                 + (f"is never used: {', '.join(map(repr, before))} match first" if mine else "matches no unit"),
                 expected=f"a glob over units such as {', '.join(sorted(names)[:5])}",
                 remedy="correct the glob, remove the rule, or move it before the rules that match first",
+            )
+
+
+def _hides(before: Rule, rule: Rule, name: str) -> bool:
+    return _matches(before, name) and (not before.experts or set(before.experts).issuperset(rule.experts or (-1,)))
+
+
+def _require_experts(rules: Sequence[Rule], groups: Collection[LinearGroup]) -> None:
+    """Refuse a rule that names experts that no group has that it matches."""
+    for rule in rules:
+        counts = [group.experts for group in groups if _matches(rule, group.name)]
+        if rule.experts and counts and max(rule.experts) >= min(counts):
+            raise RecipeError(
+                f"rule {rule.match!r} of plan.schemes names expert {max(rule.experts)}",
+                expected=f"experts up to {min(counts) - 1}" if min(counts) else "a glob over experts of mixtures alone",
+                remedy='correct plan.schemes[].experts, or let it match "layers.*.experts_*"',
             )
 
 
@@ -304,7 +345,7 @@ class UnitCandidates:
 
     @classmethod
     def of(cls, wanted: Plan, graph: PortableGraph, candidates: Candidates) -> UnitCandidates:
-        units = {unit.name: unit for unit in units_of(graph, wanted.layers_per_group)}
+        units = {unit.name: unit for unit in planned_units(wanted, graph)}
         schemes = {name: candidates_of(unit.groups[0], candidates) for name, unit in units.items()}
         embeddings = embedding_schemes(wanted.embeddings, graph.hidden_size)
         kept = caches(wanted.kv_cache, graph, candidates)

@@ -78,8 +78,11 @@ class PackedCodes:
         return codes.reshape(*words.shape[:-1], columns)
 
     def encode(self, weight: Coded) -> dict[str, AnyArray]:
+        return {"weight_packed": self.words(weight.codes), **self.encode_grid(weight)}
+
+    def encode_grid(self, weight: Coded) -> dict[str, AnyArray]:
+        """The stored tensors beside the codes."""
         parts: dict[str, AnyArray] = {
-            "weight_packed": self.words(weight.codes),
             "weight_scale": stored_scales(weight.scales),
             "weight_shape": np.array(weight.codes.shape, np.int64),
         }
@@ -88,10 +91,14 @@ class PackedCodes:
         return parts
 
     def decode(self, tensors: Tensors) -> Coded:
-        rows, columns = (int(n) for n in tensors["weight_shape"][-2:])
-        zero_points = tensors.get("weight_zero_point")
+        columns = int(tensors["weight_shape"][-1])
+        return self.on_grid(self.codes(tensors["weight_packed"], columns), tensors)
+
+    def on_grid(self, codes: CodeArray, tensors: Tensors) -> Coded:
+        """Codes with what lies beside them: the inverse of ``encode_grid``."""
+        rows, zero_points = codes.shape[-2], tensors.get("weight_zero_point")
         return Coded(
-            self.codes(tensors["weight_packed"], columns),
+            codes,
             tensors["weight_scale"].astype(np.float32),
             None if zero_points is None else _across(self.codes(_across(zero_points), rows)),
         )

@@ -22,7 +22,11 @@ SOME_STEP = 1 / 32  # of static inputs, where no calibration tells one
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight ``[..., N, K]`` as codes. ``zero_points`` None: all are the midpoint of the format."""
+    """A weight ``[..., N, K]`` as codes. ``zero_points`` None: all are the midpoint of the format.
+
+    Where experts differ in bits, all have the codes of the widest here, whose values are the same to the bit. A part
+    has its own.
+    """
 
     codes: CodeArray  # [..., N, K], unsigned
     scales: FloatArray  # [..., N, G], may be negative
@@ -39,9 +43,15 @@ class QuantizedWeight:
         return Coded(self.codes, self.scales, self.zero_points, self.input_scale)
 
     def part(self, index: int) -> QuantizedWeight:
-        """At an index of the first dimension: one of the weights that :func:`stacked` was given."""
+        """At an index of the first dimension: one of the weights that :func:`stacked` was given.
+
+        :class:`QuantizationError` for codes that its bits do not hold.
+        """
         zero_points = None if self.zero_points is None else self.zero_points[index]
-        return replace(self, codes=self.codes[index], scales=self.scales[index], zero_points=zero_points)
+        scheme, codes = self.scheme.of_expert(index), self.codes[index]
+        if scheme.bits != self.scheme.bits:
+            codes = _narrowed(codes, self.scheme, scheme, index)
+        return replace(self, codes=codes, scales=self.scales[index], zero_points=zero_points, scheme=scheme)
 
     def rows(self, wanted: slice | NDArray[np.int64]) -> QuantizedWeight:
         """Some output channels of a weight ``[N, K]``, in this order."""
@@ -70,11 +80,31 @@ class QuantizedWeight:
         return None if found is None else QuantizedWeight.of(found, self.scheme.in_format(f"int{bits}"))
 
 
+def _narrowed(codes: CodeArray, scheme: Scheme, narrow: Scheme, expert: int) -> CodeArray:
+    """Codes of ``scheme`` as those of ``narrow``, which has fewer bits."""
+    down = format_of(scheme).midpoint - format_of(narrow).midpoint if scheme.symmetric else 0
+    if codes.size and not down <= codes.min() <= codes.max() < down + (1 << narrow.bits):
+        raise QuantizationError(
+            f"expert {expert} has codes from {codes.min()} to {codes.max()} in {scheme.bits} bits",
+            expected=f"codes from {down} to {down + (1 << narrow.bits) - 1}, as it has {narrow.bits} bits",
+            remedy="run `dvc repro quantize`",
+        )
+    return codes - np.uint8(down)
+
+
 def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Weights ``[N, K]`` of one scheme as one ``[len(weights), N, K]``, as the experts of a mixture are held."""
+    """Weights ``[N, K]`` as one ``[len(weights), N, K]``, as the experts of a mixture are held.
+
+    Their schemes differ in bits at most: see :meth:`tapeout.schemes.Scheme.of_experts`.
+    """
+    scheme = Scheme.of_experts([weight.scheme for weight in weights])
+    assert scheme is not None, "whoever rounds experts has one scheme of them all"
+    if scheme.expert_bits:
+        weights = [wide for weight in weights if (wide := weight.widened(scheme.bits))]
     zero_points = [weight.zero_points for weight in weights if weight.zero_points is not None]
     return replace(
         weights[0],
+        scheme=scheme,
         codes=np.stack([weight.codes for weight in weights]),
         scales=np.stack([weight.scales for weight in weights]),
         zero_points=np.stack(zero_points) if zero_points else None,
@@ -117,7 +147,9 @@ def assemble(codes: FloatArray, grid: Grid, scheme: Scheme) -> QuantizedWeight:
 
 
 def round_to_nearest(weight: FloatArray, scheme: Scheme) -> QuantizedWeight:
-    """RTN: what every other method is compared with."""
+    """RTN: what every other method is compared with. Of experts, each in its own bits."""
+    if scheme.expert_bits:
+        return stacked([round_to_nearest(part, scheme.of_expert(expert)) for expert, part in enumerate(weight)])
     return round_to(weight, fit_range(weight, scheme), scheme)
 
 

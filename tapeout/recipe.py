@@ -93,10 +93,11 @@ class Rule(Section):
     scheme's fields stand beside ``match``.
 
     Units: ``qkv``, ``o``, ``gate_up``, ``down``, ``experts_up``, ``experts_down``, and ``linear.NAME`` for anything
-    else inside a layer.
+    else inside a layer. ``experts``: the rule fits these experts of a mixture alone; empty: all of them, and linears.
     """
 
     match: str
+    experts: tuple[Annotated[int, Field(ge=0)], ...] = ()
     scheme: Scheme
 
     @model_validator(mode="before")
@@ -105,11 +106,18 @@ class Rule(Section):
         if not isinstance(data, dict) or isinstance(data.get("scheme"), Scheme):
             return data
         fields = dict(data)
-        return {name: fields.pop(name) for name in ("match",) if name in fields} | {"scheme": fields}
+        return {name: fields.pop(name) for name in ("match", "experts") if name in fields} | {"scheme": fields}
+
+    @model_validator(mode="after")
+    def _one_scheme(self) -> Self:
+        if self.scheme.expert_bits:
+            raise ValueError("expert_bits is not for rules; give experts of their own bits a rule that names `experts`")
+        return self
 
     @model_serializer
     def _flat(self) -> dict[str, Any]:
-        return {"match": self.match, **self.scheme.model_dump()}
+        named = {"experts": self.experts} if self.experts else {}
+        return {"match": self.match, **named, **self.scheme.model_dump()}
 
 
 class KVCache(Section):
@@ -150,6 +158,7 @@ class Plan(Section):
     max_kl: float = Field(default=0.02, gt=0)
     max_bytes: Count | None = None  # of all weights, embeddings, and the KV cache of build.slots contexts
     layers_per_group: Count = 5  # neighbouring layers that take one scheme
+    experts: Literal["per_projection", "per_expert"] = "per_projection"  # what takes one number of bits
     samples: Count = 6  # held-out calibration samples that sensitivities are measured on
 
     @field_validator("schemes")
@@ -158,7 +167,7 @@ class Plan(Section):
         if not schemes:
             raise ValueError('no rule; write auto, or one that matches "*"')
         for number, rule in enumerate(() if schemes == "auto" else schemes):
-            before = [other.match for other in schemes[:number] if isinstance(other, Rule)]
+            before = [other.match for other in schemes[:number] if isinstance(other, Rule) and not other.experts]
             hiding = next((match for match in before if match in ("*", rule.match)), None)
             if hiding is not None:
                 raise ValueError(f"rule {rule.match!r} is never used: {hiding!r} stands before it and matches as much")
@@ -173,6 +182,8 @@ class Plan(Section):
             raise ValueError(f"format must have groups: no kernel gathers rows of {scheme.name}")
         if scheme != "auto" and not scheme.symmetric:
             raise ValueError("symmetric must be true: an embedding with zero points loads nowhere else")
+        if scheme != "auto" and scheme.expert_bits:
+            raise ValueError("expert_bits is for experts of a mixture alone")
         return scheme
 
     @field_validator("workload")

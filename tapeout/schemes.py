@@ -6,6 +6,7 @@ What its codes mean is the number format's (``tapeout/formats``); a scheme adds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
@@ -30,6 +31,8 @@ def find_format(
 class Scheme(Frozen):
     """``bits`` 32 is float. Without groups, ``group_size`` is None: one scale per output channel, on a symmetric grid.
 
+    ``expert_bits``: of experts of a mixture that differ, the bits of each; ``bits`` are then those of the widest.
+
     >>> Scheme(bits=8, activations="int8") == STATIC_INT8, Scheme(bits=32).group_size
     (True, None)
     """
@@ -40,6 +43,7 @@ class Scheme(Frozen):
     positive_scales: bool = False  # of symmetric grids: TensorRT documents no others
     activations: Activations = "float"
     format: str = AUTO  # a module of tapeout/formats; auto: the integers, or floats, of so many bits
+    expert_bits: tuple[int, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -90,6 +94,8 @@ class Scheme(Frozen):
             raise ValueError(f"group_size: {self.format} has groups of {found.group_size}, found {self.group_size}")
         if self.positive_scales and not self.symmetric:
             raise ValueError("positive_scales: true needs symmetric: true; with zero points no scale is negative")
+        if self.expert_bits and (max(self.expert_bits) != self.bits or min(self.expert_bits) == self.bits):
+            raise ValueError(f"expert_bits: {self.bits} bits are not the most of bits that differ: {self.expert_bits}")
         return self
 
     @model_serializer(mode="wrap")
@@ -99,7 +105,29 @@ class Scheme(Frozen):
         found = find_format(self.bits, self.activations)
         if found is not None and found.name == self.format:
             del written["format"]
+        if not self.expert_bits:
+            del written["expert_bits"]
         return written
+
+    @classmethod
+    def of_experts(cls, schemes: Sequence[Scheme]) -> Scheme | None:
+        """One scheme for experts that have these, in their order; None where they differ in more than integers' bits.
+
+        >>> found = Scheme.of_experts([Scheme(bits=4), Scheme(bits=8), Scheme(bits=4)])
+        >>> assert found is not None
+        >>> found.name, found.of_expert(1).name
+        ('4 to 8-bit g32 asym, mean 5.33', '8-bit g32 asym')
+        """
+        widest = max(schemes, key=lambda scheme: scheme.bits)
+        if all(scheme == widest for scheme in schemes):
+            return widest
+        if any(s.format != f"int{s.bits}" or s.in_format(widest.format) != widest for s in schemes):
+            return None
+        return widest.model_copy(update={"expert_bits": tuple(scheme.bits for scheme in schemes)})
+
+    def of_expert(self, expert: int) -> Scheme:
+        """Of one expert by itself."""
+        return self.in_format(f"int{self.expert_bits[expert]}") if self.expert_bits else self
 
     @property
     def name(self) -> str:
@@ -114,17 +142,36 @@ class Scheme(Frozen):
             return "static int8"
         if self.group_size is None:
             return self.codes
-        return f"{self.codes} g{self.group_size}{'' if self.symmetric else ' asym'}"
+        mean = f", mean {self.mean_bits:.2f}" if self.expert_bits else ""
+        return f"{self.codes} g{self.group_size}{'' if self.symmetric else ' asym'}{mean}"
 
     @property
     def codes(self) -> str:
         """What tables call its codes: "4-bit", or the format of other codes than integers."""
+        if self.expert_bits:
+            return f"{min(self.expert_bits)} to {self.bits}-bit"
         return f"{self.bits}-bit" if formats()[self.format].number_type == "int" else self.format
 
+    @property
+    def each(self) -> tuple[Scheme, ...]:
+        """The schemes that experts have, each once; without experts of their own bits, itself."""
+        return tuple(dict.fromkeys(map(self.of_expert, range(len(self.expert_bits))))) or (self,)
+
+    @property
+    def widest(self) -> Scheme:
+        """What holds every expert."""
+        return self.in_format(self.format)
+
+    @property
+    def mean_bits(self) -> float:
+        """Of a code, over all experts."""
+        return sum(self.expert_bits) / len(self.expert_bits) if self.expert_bits else self.bits
+
     def in_format(self, name: str) -> Scheme:
-        """The same groups, in another format."""
+        """The same groups, in another format, which all experts have."""
         found = formats()[name]
-        return self.model_copy(update={"format": name, "bits": found.bits, "activations": found.activations})
+        changed = {"format": name, "bits": found.bits, "activations": found.activations, "expert_bits": ()}
+        return self.model_copy(update=changed)
 
     def bits_per_weight(self, columns: int, scale_bits: int | None = None) -> float:
         """With scales and, when asymmetric, packed zero points; ``columns`` are the input channels.
@@ -135,7 +182,7 @@ class Scheme(Frozen):
         4.625
         """
         scale_bits = SCALE_BITS[formats()[self.format].scale_type] if scale_bits is None else scale_bits
-        return self.bits + (scale_bits + (0 if self.symmetric else self.bits)) / (self.group_size or columns)
+        return self.mean_bits + (scale_bits + (0 if self.symmetric else self.bits)) / (self.group_size or columns)
 
     def fitted(self, columns: int) -> Scheme:
         """The scheme with a group size that divides ``columns``: its own, or the largest power-of-two fraction.

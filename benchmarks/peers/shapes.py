@@ -139,6 +139,7 @@ def settings_of(plan: PrecisionPlan, layers: int) -> list[str]:
     """
 
     def asked(scheme: Scheme, candidate_schemes: Sequence[Scheme]) -> dict[str, Any]:
+        scheme = scheme.widest if scheme.expert_bits else scheme  # another model has other experts
         return (as_in_candidates(scheme, candidate_schemes) if plan.search else scheme).model_dump()
 
     schemes = plan.schemes

@@ -154,6 +154,9 @@ _ALL = (
             *_of("down"),  # of E weights [H, I]
             Argument("up_bias", optional=True),  # [E, tiles, 16]
             Argument("down_bias", optional=True),
+            # [E + 1], where experts differ in bits: the first byte of the codes of each, and the end of all
+            Argument("up_begins", ("int64",), optional=True),
+            Argument("down_begins", ("int64",), optional=True),
         ),
         (_Y,),
         "block_experts",

@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.stages.cost_table import timed
+from quantization.calibration import Calibration
+from quantization.cost_table import visits_of
 from quantization.plan import COLUMNS, PrecisionPlan, summary, table
 from quantization.recurrent_state import kept_in
 from tapeout import artifact
@@ -25,7 +27,9 @@ def run(artifacts: Path, recipe: BaseRecipe) -> tuple[dict[str, Any], Renderable
     """
     made = artifact.load(artifacts / "plan", PrecisionPlan)
     graph = artifact.load(artifacts / "graph", PortableGraph)
-    plan = timed(made.record, recipe, kept_in(graph, made.record.recurrent_state.dtype))
+    calibration = artifacts / "calibration"
+    visits = visits_of(artifact.load(calibration, Calibration).record) if calibration.is_dir() else None
+    plan = timed(made.record, recipe, kept_in(graph, made.record.recurrent_state.dtype), visits)
     return {"digest": made.digest} | plan.model_dump(mode="json"), shown(plan)
 
 

@@ -13,11 +13,11 @@ from engines.target import Target
 from pipeline.stages.target_candidates import target_candidates
 from quantization.cost_table import (
     CostTable,
+    Visits,
+    counts_of,
     declared_costs,
     mean_of_layers,
     schemes_by_shape,
-    shape_of,
-    visited,
     workload_of,
 )
 from quantization.plan import PlanPart, PrecisionPlan, UnitPlan
@@ -46,15 +46,17 @@ def timed_target(recipe: BaseRecipe) -> Target[Any]:
     return target
 
 
-def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> CostTable:
+def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool, visits: Visits | None = None) -> CostTable:
     """Bytes and seconds of every linear under every scheme it may get; seconds of attention likewise.
 
-    Of a target that times nothing here, by what it declares. ``measure`` False: seconds as far as they were measured
-    here before. :class:`RecipeError` if it is True and the target neither times nor declares anything.
+    ``visits``: of experts, in calibration. Of a target that times nothing here, by what it declares. ``measure`` False:
+    seconds as far as they were measured here before. :class:`RecipeError` if it is True and the target neither times
+    nor declares anything.
     """
     capabilities = find_target(recipe.build.target).capabilities
     if capabilities.throughput is not None and not capabilities.timed:
-        return declared(find_target(recipe.build.target), recipe, graph, recipe.plan, target_candidates(capabilities))
+        candidates = target_candidates(capabilities)
+        return declared(find_target(recipe.build.target), recipe, graph, recipe.plan, candidates, visits)
     target = timed_target(recipe) if measure else find_target(recipe.build.target)
     threads = recipe.build.threads or physical_cores()
     tokens = sorted({1, *workload_of(recipe.plan)})  # prefill computes one position of lm_head
@@ -83,14 +85,19 @@ def cost_table(recipe: BaseRecipe, graph: PortableGraph, *, measure: bool) -> Co
         shape = LinearShape(columns, outputs)
         sizes[columns, outputs] = {s.name: linear_bytes(target, shape, s, stored_by_rtn) for s in schemes}
         linear = TimedLinear(shape, together[columns, outputs], stored_by_rtn)
-        alike = [group for group in graph.groups if group.experts and shape_of(group) == (columns, outputs)]
-        of_experts = {visited(group, count)[1] for group in alike for count in tokens}
-        seconds[columns, outputs] = timer.costs(linear, sorted({*tokens, *of_experts}))
-    return CostTable(target.name, threads, recipe.build.slots, context, sizes, seconds, attention)
+        seconds[columns, outputs] = timer.costs(linear, counts_of(graph, (columns, outputs), tokens, visits or {}))
+    return CostTable(
+        *(target.name, threads, recipe.build.slots, context, sizes, seconds, attention), visits=visits or {}
+    )
 
 
 def declared(
-    target: Target[Any], recipe: BaseRecipe, graph: PortableGraph, plan: Plan, candidates: Candidates
+    target: Target[Any],
+    recipe: BaseRecipe,
+    graph: PortableGraph,
+    plan: Plan,
+    candidates: Candidates,
+    visits: Visits | None = None,
 ) -> CostTable:
     """See :func:`quantization.cost_table.declared_costs`; what is not quantized has 16 bits on such targets."""
     throughput, slots = target.capabilities.throughput, recipe.build.slots
@@ -104,16 +111,17 @@ def declared(
         slots=slots,
         float_bits=16,
         fp8_inputs=target.capabilities.fp8_activations,
+        visits=visits,
     )
 
 
-def timed(plan: PrecisionPlan, recipe: BaseRecipe, graph: PortableGraph) -> PrecisionPlan:
+def timed(plan: PrecisionPlan, recipe: BaseRecipe, graph: PortableGraph, visits: Visits | None = None) -> PrecisionPlan:
     """A plan that was written out, with the times of its schemes as far as they were measured here before, and the
     bytes of its KV cache in the recipe's engine. Times that only follow from what the target declares say so.
     """
     if plan.search is not None:
         return plan
-    table, workload = cost_table(recipe, graph, measure=False), workload_of(recipe.plan)
+    table, workload = cost_table(recipe, graph, measure=False, visits=visits), workload_of(recipe.plan)
     groups = {group.name: group for group in graph.groups}
 
     def per_token(seconds: Mapping[int, float]) -> float | None:

@@ -283,6 +283,7 @@ def _plan(
 ) -> Artifact[PrecisionPlan]:
     """Which linears have which of the precision's schemes: the recipe's goal within the precision's budget of KL."""
     from pipeline.stages.cost_table import declared
+    from quantization.cost_table import visits_of
     from quantization.plan_search import make_plan
     from quantization.sensitivity_sweep import sweep
     from quantization.units import Candidates
@@ -307,7 +308,7 @@ def _plan(
     samples, calibration = calibration_samples(request), request.calibration
     progress("sensitivities")
     sensitivity = sweep(wanted, settings, graph, calibration, samples, request.folder / "sensitivity", candidates)
-    costs = declared(target, recipe, graph.record, wanted, candidates)
+    costs = declared(target, recipe, graph.record, wanted, candidates, visits_of(calibration.record))
     plan = request.folder / "plan"
     return make_plan(
         wanted,

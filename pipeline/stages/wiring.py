@@ -168,6 +168,7 @@ def _plan(recipe: Recipe) -> None:
     from engines.load import find_target
     from pipeline.stages.cost_table import cost_table
     from pipeline.stages.target_candidates import target_candidates
+    from quantization.cost_table import visits_of
     from quantization.plan_search import make_plan
     from quantization.sensitivity import Sensitivity
 
@@ -178,7 +179,9 @@ def _plan(recipe: Recipe) -> None:
         graph,
         load_calibration(),
         artifact.load(ARTIFACTS / "sensitivity", Sensitivity),
-        cost_table(recipe, graph.record, measure=recipe.plan.schemes == "auto"),
+        cost_table(
+            recipe, graph.record, measure=recipe.plan.schemes == "auto", visits=visits_of(load_calibration().record)
+        ),
         calibration_samples(recipe),
         ARTIFACTS / "plan",
         progress=progress,

@@ -21,7 +21,8 @@ FLOAT_STORED = "float"  # as ParameterPlace.stored
 class Parameter:
     """``unit``: what a recipe's rules call the linears that are quantized together; empty for other parameters.
 
-    ``half_scales``: every scale is a float16 number. ``of``: where a linear of one expert lies.
+    ``half_scales``: every scale is a float16 number. ``of``: where a linear of one expert lies. ``shared``: what all
+    experts of its layer can be stored in, where they differ in bits.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Parameter:
     embedding: bool = False  # or lm_head
     half_scales: bool = True
     of: ExpertPart | None = None
+    shared: Scheme | None = None
 
     @property
     def module(self) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 
 from quantization.checkpoint_formats import FLOAT_STORED, Parameter, ParameterPlace
 from quantization.stored import REMEDY, Declared, Strategy, channels_of_block, mapping, whole
+from tapeout import expert_codes
 from tapeout.errors import QuantizationError
 from tapeout.formats import formats
 from tapeout.integers import Integers
@@ -48,7 +49,8 @@ class CompressedTensors:
         schemes: dict[str, Scheme] = {}
 
         def encoded(place: ParameterPlace) -> Tensors:
-            linear = source.codes(place.parameter)
+            linear, shared = source.codes(place.parameter), place.parameter.shared
+            linear = (shared and linear.widened(shared.bits)) or linear
             stored = _signed(linear) if place.stored == SIGNED_BYTES else linear
             schemes[place.parameter.name] = stored.scheme
             return format_of(stored.scheme).encode(stored.coded)
@@ -60,7 +62,7 @@ class CompressedTensors:
 
 def _place(parameter: Parameter) -> tuple[str, str]:
     """How it is stored, and the reason, as :class:`ParameterPlace` has them."""
-    scheme = parameter.scheme
+    scheme = parameter.shared or parameter.scheme
     if scheme == FLOAT:
         return FLOAT_STORED, ""
     if parameter.embedding:
@@ -68,7 +70,7 @@ def _place(parameter: Parameter) -> tuple[str, str]:
     if not isinstance(format_of(scheme), Integers):
         return FLOAT_STORED, f"transformers and vLLM are not known to load {scheme.format} alike"
     if scheme.symmetric:
-        return scheme.name, ""
+        return scheme.name, "" if scheme == parameter.scheme else "vLLM takes one scheme for all experts of a layer"
     return SIGNED_BYTES if scheme.bits < 8 else FLOAT_STORED, "transformers loads no packed zero points"
 
 
@@ -91,7 +93,8 @@ def quantization_config(
     """
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name, scheme in linears.items():
-        stored = {"format": format_of(scheme).layout, **format_of(scheme).arguments(scheme)}
+        layout = expert_codes.LAYOUT if scheme.expert_bits else format_of(scheme).layout
+        stored = {"format": layout, **format_of(scheme).arguments(scheme)}
         groups.setdefault(json.dumps(stored), (stored, []))[1].append(name.removesuffix(".weight"))
     for name, scheme in embeddings.items():
         stored = {"format": BYTES, "weights": format_of(scheme).arguments(scheme)["weights"]}

@@ -60,7 +60,13 @@ class ExportSource:
                 place = ExpertPart(name, expert, slice(number * rows, (number + 1) * rows))
                 shape = rows, report.in_features
                 yield Parameter(
-                    part.replace("*", str(expert)), shape, report.scheme, report.group, half_scales=half, of=place
+                    part.replace("*", str(expert)),
+                    shape,
+                    report.scheme.of_expert(expert),
+                    report.group,
+                    half_scales=half,
+                    of=place,
+                    shared=report.scheme.widest if report.scheme.expert_bits else None,
                 )
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.proof import count_tensors, prove
@@ -20,6 +22,7 @@ SCHEMES = [
     *(Scheme(bits=bits, group_size=g, symmetric=s) for bits in (4, 5, 6, 8) for g in (16, 32) for s in (True, False)),
     MXFP4,
 ]
+MIXED = (4, 8, 5, 4, 6, 5)
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
 
 
@@ -33,13 +36,27 @@ def source() -> FloatArray:
     return np.random.default_rng(0).standard_normal((6, 48, 128)).astype(np.float32)
 
 
-def accused(folder: Path, stored: QuantizedWeight, source: FloatArray) -> dict[int, str]:
-    """What the proof says against each expert."""
+def of_bits(bits: Sequence[int], symmetric: bool = True) -> Scheme:
+    found = Scheme.of_experts([Scheme(bits=one, symmetric=symmetric) for one in bits])
+    assert found is not None
+    return found
+
+
+def write(folder: Path, stored: QuantizedWeight) -> None:
     writer = CheckpointWriter(folder)
     writer.add_linear(NAME, stored)
     writer.finish()
     say_schemes(folder, {NAME: stored.scheme})
-    proof = prove(count_tensors(open_checkpoint(folder), NAME, lambda expert: source[expert]), {NAME: stored.scheme})
+
+
+def accused(folder: Path, stored: QuantizedWeight, source: FloatArray) -> dict[int, str]:
+    """What the proof says against each expert."""
+    write(folder, stored)
+    return accused_in(folder, stored.scheme, source)
+
+
+def accused_in(folder: Path, planned: Scheme, source: FloatArray) -> dict[int, str]:
+    proof = prove(count_tensors(open_checkpoint(folder), NAME, lambda expert: source[expert]), {NAME: planned})
     named = {expert: f"{NAME}, expert {expert}, " for expert in range(len(source))}
     return {
         expert: reason.removeprefix(label)
@@ -82,6 +99,42 @@ def test_an_expert_of_mxfp4_is_rounded_again(change: str, source: FloatArray, tm
         codes[4], scales[4] = round_to(source, shrunk, MXFP4).codes[4], shrunk.scales[4]
     wrong = accused(tmp_path, replace(kept, codes=codes, scales=scales), source)
     assert wrong == {4: "holds other weights than its source, whose weights mxfp4 holds exactly"}
+
+
+def test_two_experts_have_exchanged_their_bits(source: FloatArray, tmp_path: Path) -> None:
+    """In the weights: expert 1 has 5 bits and expert 2 has 8. The file is sound, and as large as the planned one."""
+    write(tmp_path, round_to_nearest(source, of_bits((4, 5, 8, 4, 6, 5))))
+    assert accused_in(tmp_path, of_bits(MIXED), source) == {
+        1: "was planned as 8-bit g32 but is stored in 5 bits",
+        2: "was planned as 5-bit g32 but is stored in 8 bits",
+    }
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_bits_of_two_experts_are_exchanged_in_the_file(symmetric: bool, source: FloatArray, tmp_path: Path) -> None:
+    """Their codes are not: each is read from the bytes of both, as many as before."""
+    write(tmp_path, round_to_nearest(source, of_bits(MIXED, symmetric)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    bits = tensors[f"{NAME}.weight_bits"]
+    bits[[1, 2]] = bits[[2, 1]]
+    save_file(tensors, tmp_path / "model.safetensors")
+    wrong = accused_in(tmp_path, of_bits((4, 5, 8, 4, 6, 5), symmetric), source)
+    assert wrong.keys() == {1, 2} and all("off its source" in reason for reason in wrong.values())
+
+
+def test_codes_of_an_expert_are_those_of_its_neighbour(source: FloatArray, tmp_path: Path) -> None:
+    """Expert 3 has the codes of expert 0, which has as many bits."""
+    write(tmp_path, round_to_nearest(source, of_bits(MIXED)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    words, ends = tensors[f"{NAME}.weight_packed"], np.cumsum([0, *(48 * 128 * bits // 32 for bits in MIXED)])
+    words[ends[3] : ends[4]] = words[ends[0] : ends[1]]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert accused_in(tmp_path, of_bits(MIXED), source).keys() == {3}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_sound_experts_of_their_own_bits(symmetric: bool, source: FloatArray, tmp_path: Path) -> None:
+    assert accused(tmp_path, round_to_nearest(source, of_bits(MIXED, symmetric)), source) == {}
 
 
 def test_sound_experts(scheme: Scheme, source: FloatArray, tmp_path: Path) -> None:

@@ -75,33 +75,53 @@ static int twice_e2m1(int code) {
   return code & 8 ? -magnitude : magnitude;
 }
 
-/* Random weights and their packed tensors. `largest`: all codes are the largest. */
-static Weights new_weights(int64_t N, int64_t K, int64_t block, int largest, Value* codes, Value* scales,
-                           Value* zero_points) {
-  Weights w = {.N = N, .K = K, .block = block, .bits = PICK(4, 5, 6, 8), .half = one_in(2), .symmetric = one_in(2)};
-  if (block % 32 && w.bits == 5) w.bits = 6; /* 5 bits have no such blocks */
+enum { MOST_EXPERTS = 4 };
+
+static int64_t random_bits(int64_t block) {
+  const int64_t bits = PICK(4, 5, 6, 8);
+  return block % 32 && bits == 5 ? 6 : bits; /* 5 bits have no such blocks */
+}
+
+/* Random weights and their packed tensors: of a linear, or of `experts` of as many rows, which may differ in bits where
+   `begins` is given. `largest`: all codes are the largest. */
+static Weights new_weights(int64_t N, int64_t experts, int64_t K, int64_t block, int largest, Value* codes,
+                           Value* scales, Value* zero_points, Value* begins) {
+  Weights w = {.N = N, .K = K, .block = block, .bits = random_bits(block), .half = one_in(2), .symmetric = one_in(2)};
   if (one_in(6)) w.bits = 4, w.symmetric = w.e2m1 = 1, w.half = 0;
+  const int differ = begins && !w.e2m1 && one_in(2);
   w.tiles = (N + 31) / 32 * 2, w.blocks = K / block;
   w.codes = malloc(N * K), w.zero_points = malloc(N * w.blocks), w.scales = malloc(N * w.blocks * sizeof(float));
-  const int64_t top = (1 << w.bits) - 1;
-  new_value(codes, UINT8, 2, (int64_t[]){w.tiles, 16 * K * w.bits / 8});
+  const int64_t rows = w.tiles * 16 / experts; /* of an expert */
+  int64_t bits_of[MOST_EXPERTS], begin_of[MOST_EXPERTS + 1] = {0};
+  for (int64_t e = 0; e < experts; e++) {
+    bits_of[e] = differ ? random_bits(block) : w.bits;
+    begin_of[e + 1] = begin_of[e] + rows * K * bits_of[e] / 8;
+    if (bits_of[e] > w.bits || !e) w.bits = bits_of[e];
+  }
+  if (differ) {
+    new_value(codes, UINT8, 1, (int64_t[]){begin_of[experts]});
+    new_value(begins, INT64, 1, (int64_t[]){experts + 1});
+    memcpy(begins->data, begin_of, (experts + 1) * sizeof *begin_of);
+  } else
+    new_value(codes, UINT8, 2, (int64_t[]){w.tiles, 16 * K * w.bits / 8});
   new_value(scales, w.e2m1 ? UINT8 : w.half ? HALF : FLOAT, 3, (int64_t[]){w.tiles, w.blocks, 16});
   if (!w.symmetric) new_value(zero_points, UINT8, 3, (int64_t[]){w.tiles, w.blocks, 16});
   memset(codes->data, 0, elements_of(codes));
   for (int64_t n = 0; n < w.tiles * 16; n++) {
-    uint8_t* tile = (uint8_t*)codes->data + n / 16 * (16 * K * w.bits / 8);
+    const int64_t bits = bits_of[n / rows], top = (1 << bits) - 1;
+    uint8_t* tile = (uint8_t*)codes->data + begin_of[n / rows] + n % rows / 16 * (16 * K * bits / 8);
     for (int64_t k = 0; k < K; k++) {
       const uint8_t code = (uint8_t)(largest ? top : random_int(0, top));
       if (n < N) w.codes[n * K + k] = w.e2m1 ? (uint8_t)(16 + twice_e2m1(code)) : code;
       const int64_t step = k / 4, byte = n % 16 * 4 + k % 4;
-      if (w.bits == 8) tile[64 * step + byte] = code;
-      if (w.bits == 4) tile[64 * (step / 2) + byte] |= (uint8_t)(code << (step % 2 * 4));
-      if (w.bits == 5) {
+      if (bits == 8) tile[64 * step + byte] = code;
+      if (bits == 4) tile[64 * (step / 2) + byte] |= (uint8_t)(code << (step % 2 * 4));
+      if (bits == 5) {
         uint8_t* eight_steps = tile + 320 * (step / 8);
         eight_steps[64 * (step % 8 / 2) + byte] |= (uint8_t)((code & 15) << (step % 2 * 4));
         eight_steps[256 + byte] |= (uint8_t)((code >> 4) << (step % 8));
       }
-      if (w.bits == 6) {
+      if (bits == 6) {
         uint8_t* four_steps = tile + 192 * (step / 4);
         four_steps[64 * (step % 4 / 2) + byte] |= (uint8_t)((code & 15) << (step % 2 * 4));
         four_steps[128 + byte] |= (uint8_t)((code >> 4) << (step % 4 * 2));
@@ -121,7 +141,7 @@ static Weights new_weights(int64_t N, int64_t K, int64_t block, int largest, Val
         ((float*)scales->data)[at] = scale;
       if (!w.symmetric) ((uint8_t*)zero_points->data)[at] = zero_point;
       if (n < N) w.scales[n * w.blocks + b] = scale;
-      if (n < N) w.zero_points[n * w.blocks + b] = w.symmetric ? (uint8_t)(1 << (w.e2m1 ? 4 : w.bits - 1)) : zero_point;
+      if (n < N) w.zero_points[n * w.blocks + b] = w.symmetric ? (uint8_t)(1 << (w.e2m1 ? 4 : bits - 1)) : zero_point;
     }
   }
   return w;
@@ -242,7 +262,7 @@ static Node new_linear(int64_t long_block) {
     fill_floats(&in[next], 1);
     node.changed[next++] = ALL;
   }
-  node.weights = new_weights(N, K, block, overflow, &in[next], &in[next + 1], &in[next + 2]);
+  node.weights = new_weights(N, 1, K, block, overflow, &in[next], &in[next + 1], &in[next + 2], NULL);
   node.changed[next] = LAST_AXIS | TYPE | PRESENCE;
   node.changed[next + 1] = ALL;
   node.changed[next + 2] = node.weights.symmetric ? 0 : LAST_AXIS | TYPE | PRESENCE;
@@ -395,7 +415,7 @@ static Node new_gather(void) {
   const int64_t block = PICK(16, 32, 64), K = block * random_int(1, 3), N = random_int(1, 70);
   new_value(&in[0], INT64, 2, (int64_t[]){random_int(1, 3), random_int(0, 5)});
   for (int64_t i = 0; i < elements_of(&in[0]); i++) ((int64_t*)in[0].data)[i] = random_int(-N, N - 1);
-  node.weights = new_weights(N, K, block, 0, &in[1], &in[2], &in[3]);
+  node.weights = new_weights(N, 1, K, block, 0, &in[1], &in[2], &in[3], NULL);
   node.changed[0] = TYPE | PRESENCE | ALIGNMENT;
   node.changed[1] = LAST_AXIS | TYPE | PRESENCE;
   node.changed[2] = ALL;
@@ -1152,6 +1172,8 @@ enum {
   DOWN_ZEROS,
   CODED_UP_BIAS,
   CODED_DOWN_BIAS,
+  CODED_UP_BEGINS,
+  CODED_DOWN_BEGINS,
   CODED_INPUTS
 };
 
@@ -1167,7 +1189,7 @@ static Node new_block_experts(void) {
   Node node = {.what = "BlockExperts", .op = find_op("BlockExperts")};
   Value* in = node.context.inputs;
   const int64_t block = PICK(16, 32, 48, 64), down_block = PICK(16, 32, 48, 64);
-  const int64_t H = block * random_int(1, 3), I = down_block * random_int(1, 3), E = random_int(1, 4);
+  const int64_t H = block * random_int(1, 3), I = down_block * random_int(1, 3), E = random_int(1, MOST_EXPERTS);
   const int64_t tokens = one_in(5) ? random_int(14, 30) : random_int(0, 9), chosen = random_int(1, E);
   node.packed = !one_in(3); /* has gates */
   const int64_t up = (I * (1 + node.packed) + 31) / 32 * 32, down = (H + 31) / 32 * 32;
@@ -1176,16 +1198,20 @@ static Node new_block_experts(void) {
   new_value(&in[INDEX], INT64, 2, (int64_t[]){tokens, chosen});
   new_value(&in[SHARE], FLOAT, 2, (int64_t[]){tokens, chosen});
   /* Experts lie one after another, each in whole pairs of tiles: as one weight. */
-  node.weights = new_weights(E * up, H, block, 0, &in[UP_CODES], &in[UP_SCALES], &in[UP_ZEROS]);
-  node.down = new_weights(E * down, I, down_block, 0, &in[DOWN_CODES], &in[DOWN_SCALES], &in[DOWN_ZEROS]);
+  node.weights =
+      new_weights(E * up, E, H, block, 0, &in[UP_CODES], &in[UP_SCALES], &in[UP_ZEROS], &in[CODED_UP_BEGINS]);
+  node.down = new_weights(E * down, E, I, down_block, 0, &in[DOWN_CODES], &in[DOWN_SCALES], &in[DOWN_ZEROS],
+                          &in[CODED_DOWN_BEGINS]);
   if (one_in(2)) new_value(&in[CODED_UP_BIAS], FLOAT, 2, (int64_t[]){E, up});
   if (one_in(2)) new_value(&in[CODED_DOWN_BIAS], FLOAT, 2, (int64_t[]){E, down});
   for (int i = 0; i < CODED_INPUTS; i++) {
-    const int floats = i == X || i == SHARE || i >= CODED_UP_BIAS;
+    const int begins = i == CODED_UP_BEGINS || i == CODED_DOWN_BEGINS;
+    const int floats = i == X || i == SHARE || (i >= CODED_UP_BIAS && !begins);
     if (floats && in[i].present) fill_floats(&in[i], 1);
     node.changed[i] = i == UP_CODES || i == DOWN_CODES ? LAST_AXIS | TYPE | PRESENCE
                       : i == UP_ZEROS                  ? (node.weights.symmetric ? 0 : LAST_AXIS | TYPE | PRESENCE)
                       : i == DOWN_ZEROS                ? (node.down.symmetric ? 0 : LAST_AXIS | TYPE | PRESENCE)
+                      : begins                         ? LAST_AXIS | TYPE | ALIGNMENT
                       : i >= CODED_UP_BIAS             ? LAST_AXIS | TYPE | ALIGNMENT
                                                        : ALL;
   }
@@ -1684,6 +1710,15 @@ static const char* malform(Node* node, int64_t thing) {
     const int64_t experts[] = {context->inputs[UP].dims[0], -1, INT64_MIN, INT64_MAX};
     ((int64_t*)context->inputs[INDEX].data)[0] = experts[random_int(0, 3)];
     return "an index of no expert";
+  }
+  if (!strcmp(node->what, "BlockExperts") && one_in(2)) {
+    const Value* begins = &context->inputs[one_in(2) ? CODED_UP_BEGINS : CODED_DOWN_BEGINS];
+    const int64_t wrong[] = {1, -1, 64, -64, INT64_MAX, INT64_MIN}, at = random_int(0, node->B);
+    if (begins->present) {
+      ((int64_t*)begins->data)[at] =
+          (int64_t)((uint64_t)((int64_t*)begins->data)[at] + (uint64_t)wrong[random_int(0, 5)]);
+      return "codes of experts that begin elsewhere";
+    }
   }
   if (!strcmp(node->what, "BlockExperts") && elements_of(&context->inputs[INDEX])) {
     const int64_t experts[] = {node->B, -1, INT64_MIN, INT64_MAX};

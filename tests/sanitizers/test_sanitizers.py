@@ -522,9 +522,39 @@ DEFECTS = {
     ),
     "only the first choice has a token's activations": Defect(
         "block_experts.c",
-        "choice < w->routing.chosen; choice++",
-        "choice < 1; choice++",
+        "choice = w->routing.chosen; choice-- > 0;",
+        "choice = 1; choice-- > 0;",
+        "BlockExperts|Sanitizer",
+    ),
+    "an expert of its own bits has the sums of another's": Defect(
+        "block_experts.c",
+        "w->up_begins, w->routing.index[first + choice]",
+        "w->up_begins, w->routing.index[first]",
+        "BlockExperts.*expected",
+    ),
+    "inner channels have the sums of another expert's bits": Defect(
+        "block_experts.c",
+        "w->routing.index[w->routing.order[row]]",
+        "w->routing.index[w->routing.order[0]]",
+        "BlockExperts.*expected",
+    ),
+    "an expert of its own bits has the codes of its neighbour": Defect(
+        "block_experts.c",
+        "begins ? begins[expert] :",
+        "begins ? begins[expert / 2 * 2] :",
         "BlockExperts.*expected|Sanitizer",
+    ),
+    "an expert has the bits of the widest": Defect(
+        "block_experts.c",
+        "w.shape.bits = bits_of(&w.shape, begins, expert)",
+        "w.shape.bits = first->shape.bits",
+        "BlockExperts.*expected|Sanitizer",
+    ),
+    "where codes of experts begin is not checked": Defect(
+        "block_experts.c", "if (begins[e] != at ||", "if (", "overflow|accepted|SEGV"
+    ),
+    "codes of experts may end early": Defect(
+        "block_experts.c", "return at == bytes;", "return at <= bytes;", "accepted"
     ),
     "biases of experts over codes are not checked": Defect(
         "block_experts.c",

@@ -51,7 +51,8 @@ def parameters(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
         elif Rule in parts(field.annotation):
             yield name, None, None
             yield f"{name}[].match", str, PydanticUndefined
-            yield from parameters(Scheme, f"{name}[].")
+            yield f"{name}[].experts", None, None
+            yield from (p for p in parameters(Scheme, f"{name}[].") if not p[0].endswith("expert_bits"))  # of rules
         elif KVCache in parts(field.annotation):
             yield name, None, None
             yield from parameters(KVCache, f"{name}.")

@@ -23,7 +23,7 @@ from engines.targets.ort_cpu import library
 from tapeout.operators import DOMAIN
 from tapeout.operators.experts import ExpertGate
 from tapeout.operators.experts.function import experts_function
-from tapeout.quantized import QuantizedWeight, round_to_nearest
+from tapeout.quantized import QuantizedWeight, round_to_nearest, stacked
 from tapeout.schemes import Scheme
 from tests.lowering import apply, lowering, model_of, named, op, parameter, value
 from tests.native import Array, Matrix, expected
@@ -32,6 +32,7 @@ from tests.unit.test_native_experts import GATES, activated, choices, random
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 HIDDEN, INNER, EXPERTS = 64, 96, 6
+MIXED = (8, 4, 5, 6, 4, 8)  # bits of the experts of one layer
 ROUNDING_OF_INNER = 3e-6  # relative, of channels that the kernel computes itself
 SCHEMES = [
     *(Scheme(bits=bits, group_size=32, symmetric=symmetric) for bits in (4, 5, 6, 8) for symmetric in (False, True)),
@@ -75,8 +76,7 @@ def run(session: ort.InferenceSession, x: Matrix, index: Array, weight: Matrix) 
 
 
 def of_expert(weight: QuantizedWeight, expert: int, rows: Array) -> QuantizedWeight:
-    zero_points = None if weight.zero_points is None else weight.zero_points[expert][rows]
-    return QuantizedWeight(weight.codes[expert][rows], weight.scales[expert][rows], zero_points, weight.scheme)
+    return weight.part(expert).rows(rows)
 
 
 def reference(
@@ -116,6 +116,14 @@ def weights(
         round_to_nearest(random(EXPERTS, inner * (1 + has_gate), hidden, seed=1), scheme),
         round_to_nearest(random(EXPERTS, hidden, inner, seed=2), down or scheme),
     )
+
+
+def mixed(bits: tuple[int, ...] = MIXED, *, group_size: int = 32, symmetric: bool = True) -> Scheme:
+    """A scheme of experts that differ in bits."""
+    schemes = [Scheme.model_validate({"bits": b, "group_size": group_size, "symmetric": symmetric}) for b in bits]
+    found = Scheme.of_experts(schemes)
+    assert found is not None
+    return found
 
 
 def random_biases(up: QuantizedWeight, down: QuantizedWeight) -> tuple[Matrix, Matrix]:
@@ -177,6 +185,46 @@ def test_projections_may_have_schemes_of_their_own(has_gate: bool) -> None:
     check(ExpertGate("silu"), up, down, None)
 
 
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_experts_may_have_bits_of_their_own(symmetric: bool, has_gate: bool) -> None:
+    """In one projection or in both, which need not agree; each expert takes the bytes of its own bits."""
+    one, other = mixed(symmetric=symmetric), mixed(tuple(reversed(MIXED)), symmetric=symmetric)
+    for up_scheme, down_scheme in ((one, other), (one, Scheme(bits=5, symmetric=True)), (Scheme(bits=6), other)):
+        up, down = weights(up_scheme, has_gate, down_scheme)
+        biases = random_biases(up, down)
+        for tokens in (1, 30):
+            check(ExpertGate("silu"), up, down, biases, tokens)
+        codes = experts_model(ExpertGate("silu"), up, down, biases).graph.initializers["experts.up.codes"].const_value
+        assert codes is not None and codes.nbytes == up.codes.size * up_scheme.mean_bits / 8
+
+
+@pytest.mark.usefixtures("level")
+def test_an_expert_has_the_bits_that_it_has_among_experts_of_its_own_bits() -> None:
+    """The same outputs to the bit, token by token, whatever bits other experts of the step have."""
+    gate, scheme = GATES[1], mixed()
+    up, down = weights(scheme, True)
+    biases, model = random_biases(up, down), experts_model(gate, up, down, random_biases(up, down))
+    for bits in sorted(set(MIXED)):
+        alike = Scheme(bits=bits, group_size=32, symmetric=True)
+        own = [expert for expert in range(EXPERTS) if MIXED[expert] == bits]
+        held = [
+            stacked([w.part(e) if e in own else round_to_nearest(w.dequantize()[e], alike) for e in range(EXPERTS)])
+            for w in (up, down)
+        ]
+        x, (index, share) = random(20, HIDDEN, seed=bits), choices(20, len(own), len(own), 5)
+        index = np.array(own)[index]
+        y = run(opened(experts_model(gate, held[0], held[1], biases)), x, index, share)
+        np.testing.assert_array_equal(run(opened(model), x, index, share), y)
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_5_bits_of_small_groups_lie_in_6_among_others(size: int) -> None:
+    scheme = mixed((5, 6, 5, 5, 6, 8), group_size=size)
+    check(ExpertGate("silu"), *weights(scheme, True), None)
+
+
 def test_scales_that_float16_does_not_hold_stay_in_float32() -> None:
     up, down = weights(Scheme(bits=8, group_size=32), True)
     up = QuantizedWeight(up.codes, up.scales * np.float32(1.0001), up.zero_points, up.scheme)
@@ -192,14 +240,15 @@ def test_outputs_that_are_no_whole_pairs_of_tiles(has_gate: bool) -> None:
 
 @cache
 def kept(bits: int, threads: int) -> ort.InferenceSession:
-    up, down = weights(Scheme(bits=bits, group_size=32, symmetric=bits != 4), True)
+    """``bits`` 0: experts differ."""
+    up, down = weights(Scheme(bits=bits, group_size=32, symmetric=bits != 4) if bits else mixed(), True)
     return opened(experts_model(ExpertGate("silu"), up, down, random_biases(up, down)), threads)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
-    bits=st.sampled_from((4, 5, 6, 8)),
+    bits=st.sampled_from((0, 4, 5, 6, 8)),
     tokens=st.integers(1, 40),
     chosen=st.integers(1, EXPERTS),
     threads=st.sampled_from((1, 2, 3)),

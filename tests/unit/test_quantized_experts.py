@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -21,7 +21,8 @@ from pipeline.export.checkpoint import load_checkpoint
 from quantization.checkpoint_formats.experts import names_of
 from quantization.checkpoint_formats.write import export_checkpoint
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
-from quantization.cost_table import CostTable, shape_of
+from quantization.cost_table import Cost, CostTable, shape_of, visited
+from quantization.expert_bits import ExpertErrors, mixtures
 from quantization.input_sums import ExpertSums
 from quantization.proof import QuantizationProof, count_tensors, prove
 from quantization.quick_rounding import QuickRounding
@@ -29,7 +30,7 @@ from quantization.reference import InputGrid, QuantizedReference
 from quantization.simulate import Simulation
 from quantization.statistics import read_statistics
 from quantization.units import candidates_of, out_by_in, resolve, units_of
-from tapeout.errors import ExportError, QuantizationError
+from tapeout.errors import ExportError, QuantizationError, TapeoutError
 from tapeout.graph_analysis.groups import experts_groups
 from tapeout.mapped_model import open_model
 from tapeout.number_format import FloatArray
@@ -37,7 +38,7 @@ from tapeout.operators.experts import DOWN_INPUT, UP_INPUT, ExpertGate
 from tapeout.operators.experts.in_torch import experts_changed
 from tapeout.portable_graph import LinearGroup
 from tapeout.quantized import QuantizedWeight, round_to_nearest, stacked
-from tapeout.recipe import Rule
+from tapeout.recipe import Plan, Rule
 from tapeout.schemes import FLOAT, STATIC_INT8, Scheme
 from tapeout.tensor_files import stored_tensors
 from tests.checkpoints import say_schemes
@@ -51,6 +52,12 @@ SCHEMES = [
     *(Scheme(bits=bits, group_size=g, symmetric=s) for bits in (4, 5, 6, 8) for g in (16, 32) for s in (True, False)),
     Scheme(bits=4, format="mxfp4"),
 ]
+BY_EXPERT = (  # experts of their own bits in both projections of the first layer, and in one of the second
+    Rule(match="layers.0.experts_*", experts=(1,), scheme=Scheme(bits=8, symmetric=True)),
+    Rule(match="layers.*.experts_down", experts=(0, 2), scheme=Scheme(bits=5, symmetric=True)),
+    Rule(match="layers.*.experts_*", scheme=Scheme(bits=4, symmetric=True)),
+    Rule(match="*", scheme=Scheme(bits=8, symmetric=True)),
+)
 FAMILY, UP = "qwen3_moe", "model.layers.0.mlp.experts.gate_up_proj"
 DOWN = "model.layers.0.mlp.experts.down_proj"
 
@@ -62,6 +69,18 @@ def random(*shape: int, seed: int = 0) -> FloatArray:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
     return quantized(FAMILY, tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    """Experts differ in bits."""
+    return quantized(FAMILY, tmp_path_factory.mktemp("mixed"), recipe(BY_EXPERT))
+
+
+def of_bits(*bits: int, group_size: Literal[16, 32] = 32, symmetric: bool = True) -> Scheme:
+    found = Scheme.of_experts([Scheme(bits=b, group_size=group_size, symmetric=symmetric) for b in bits])
+    assert found is not None
+    return found
 
 
 def group_named(name: str, family: str = FAMILY) -> LinearGroup:
@@ -105,6 +124,60 @@ def test_units_menus_and_rules_know_experts() -> None:
     assert resolve(dense, [Rule(match="layers.*.experts_*", scheme=FLOAT), Rule(match="*", scheme=STATIC_INT8)])
 
 
+def test_rules_give_experts_bits_of_their_own() -> None:
+    graph = family_graph(FAMILY).record
+    found = resolve(graph, BY_EXPERT)
+    assert found["layers.0.experts_up"].expert_bits == (4, 8, 4, 4)
+    assert found["layers.0.experts_down"].expert_bits == (5, 8, 5, 4)
+    assert found["layers.1.experts_down"] == of_bits(5, 4, 5, 4)
+    assert found["layers.1.experts_up"] == Scheme(bits=4, symmetric=True)
+    assert found["layers.0.qkv"] == Scheme(bits=8, symmetric=True)
+
+
+FOUR, EVERY = Scheme(bits=4, symmetric=True), "layers.*.experts_*"
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ([Rule(match=EVERY, experts=(4,), scheme=FOUR)], "names expert 4.*experts up to 3"),
+        ([Rule(match="layers.*", experts=(0,), scheme=FOUR)], "names expert 0.*a glob over experts of mixtures alone"),
+        ([Rule(match=EVERY, experts=(0,), scheme=FLOAT)], "gives? experts of layers.0.experts_up 8-bit g32 and fp32"),
+        ([Rule(match=EVERY, experts=(0,), scheme=Scheme(bits=4))], "4-bit g32 asym and 8-bit g32.*in bits alone"),
+        ([Rule(match=EVERY, experts=(0,), scheme=Scheme(bits=4, format="mxfp4"))], "in bits alone"),
+        (
+            [Rule(match=EVERY, scheme=FOUR), Rule(match="layers.0.experts_up", experts=(0,), scheme=FOUR)],
+            "is never used: 'layers",
+        ),
+        (
+            [Rule(match=EVERY, experts=(0, 1), scheme=FOUR), Rule(match="*.experts_up", experts=(1,), scheme=FOUR)],
+            "is never used: 'layers",
+        ),
+    ],
+)
+def test_rules_that_no_experts_can_follow_are_refused(rules: list[Rule], said: str) -> None:
+    with pytest.raises(TapeoutError, match=f"(?s){said}"):
+        resolve(family_graph(FAMILY).record, [*rules, Rule(match="*", scheme=Scheme(bits=8, symmetric=True))])
+
+
+def test_rules_of_other_experts_and_of_all_do_not_hide_each_other() -> None:
+    up = "layers.0.experts_up"
+    rules = [Rule(match=up, experts=(experts,), scheme=FOUR) for experts in (0, 1)]
+    rules += [Rule(match=up, scheme=Scheme(bits=6, symmetric=True)), Rule(match="*", scheme=FOUR)]
+    assert resolve(family_graph(FAMILY).record, rules)[up] == of_bits(4, 4, 6, 6)
+
+
+def test_schemes_of_experts_are_no_business_of_other_rules() -> None:
+    scheme = of_bits(4, 8)
+    assert Scheme.model_validate(scheme.model_dump()) == scheme
+    with pytest.raises(ValueError, match="give experts of their own bits a rule"):
+        Rule(match="*", scheme=scheme)
+    with pytest.raises(ValueError, match="experts of a mixture alone"):
+        Plan(embeddings=scheme)
+    with pytest.raises(ValueError, match="are not the most"):
+        Scheme(bits=8, expert_bits=(4, 6))
+
+
 def test_costs_count_the_experts_that_a_step_reads() -> None:
     group = group_named("layers.0.experts_up")
     shape, scheme = shape_of(group), Scheme(bits=4, group_size=32, symmetric=True)
@@ -114,6 +187,73 @@ def test_costs_count_the_experts_that_a_step_reads() -> None:
     assert cost.bytes == 2 * 4 * 100
     # 2, 3 and 3.75 of 4 experts, with 1, 4 / 3 and 8 / 3.75 tokens each
     assert cost.seconds == {1: 2 * 2 * 1.0, 2: 2 * 3 * 1.0, 4: 2 * 3.75 * 1.25}
+
+
+def test_costs_count_each_expert_by_how_often_it_is_chosen() -> None:
+    """A rare one costs its bytes and hardly any time."""
+    group, scheme = group_named("layers.0.experts_up"), of_bits(8, 4, 4, 4)
+    shape, own = shape_of(group), {4: "4-bit g32", 8: "8-bit g32"}
+    seconds = {shape: {own[4]: {1: 1.0, 2: 1.5}, own[8]: {1: 2.0, 2: 2.5}}}
+    sizes = {shape: {own[4]: 100, own[8]: 180}}
+
+    def cost(*visits: int, scheme: Scheme = scheme) -> Cost:
+        table = CostTable("ort-cpu", 1, 8, 64, sizes, seconds, {}, visits={group.name: visits})
+        return table.linears([group], scheme)
+
+    # Two experts of four at one token: each by its share of 2 choices.
+    often, rarely = cost(500, 300, 100, 100), cost(100, 300, 300, 300)
+    assert often.bytes == rarely.bytes == 180 + 3 * 100
+    assert often.seconds[1] == pytest.approx(1.0 * 2 + (0.6 + 0.2 + 0.2) * 1)
+    assert rarely.seconds[1] == pytest.approx(0.2 * 2 + 3 * 0.6 * 1)
+    # At two tokens one that all choose is read once, and others less than twice as often.
+    reads = 1 - (1 - np.array([1.0, 0.6, 0.2, 0.2])) ** 2
+    assert often.seconds[2] == pytest.approx(reads @ [2.5, 1.5, 1.5, 1.5])
+    # Skewed routing reads fewer experts than an even one; one that no token chose may be chosen all the same.
+    counts = [float(visited(group, 2, visits)[0].sum()) for visits in ((500, 300, 100, 100), (1, 1, 1, 1))]
+    assert counts == pytest.approx([2.56, 3.0])
+    assert (visited(group, 2, (0, 100, 100, 100))[0] > 0).all()
+
+
+def test_mixtures_give_bits_to_experts_that_are_worth_them() -> None:
+    """By loss for price: an expert whose loss is large, or whose price is small, comes first."""
+    schemes = [Scheme(bits=bits, symmetric=True) for bits in (8, 4, 6)] + [FLOAT, Scheme(bits=4, format="mxfp4")]
+    loss = np.array([8.0, 4.0, 2.0, 1.0])
+    kl = {s.name: (loss * 0.25 ** (s.bits - 4)).tolist() for s in schemes}
+    even = {s.name: [float(s.bits)] * 4 for s in schemes}
+    found = mixtures(schemes, kl, [even])
+    assert all(scheme.group_size == 32 and scheme.symmetric for scheme in found)
+    for scheme, predicted in found.items():
+        assert list(scheme.expert_bits) == sorted(scheme.expert_bits, reverse=True) and len(set(scheme.expert_bits)) > 1
+        assert predicted == pytest.approx(sum(kl[f"{bits}-bit g32"][e] for e, bits in enumerate(scheme.expert_bits)))
+    assert len({scheme.mean_bits for scheme in found}) == len(found) >= 5
+    cheap = {s.name: [float(s.bits), float(s.bits), float(s.bits), s.bits / 1000] for s in schemes}
+    assert all(scheme.expert_bits[3] == scheme.bits for scheme in mixtures(schemes, kl, [cheap]))
+    assert mixtures(schemes[:1], kl, [even]) == {}
+
+
+def test_an_expert_makes_of_a_layers_loss_what_its_rounding_changes_of_the_output(mixture: Mixture) -> None:
+    """Against transformers: the change of the layer's output when that expert alone is rounded, on held-out text."""
+    source, scheme = open_checkpoint(mixture.graph.folder), Scheme(bits=4, symmetric=True)
+    for name in ("layers.0.experts_up", "layers.0.experts_down"):
+        group, changes = group_named(name), list[float]()
+        rounded = round_to_nearest(source.tensor(group.members[0]), scheme.fitted(group.in_features))
+        shares = ExpertErrors(group, mixture.graph.record, mixture.calibration, source).shares(rounded)
+        for expert in range(4):
+            model, found = open_model(mixture.graph.folder), list[torch.Tensor]()
+            module = model.get_submodule("model.layers.0.mlp.experts")
+            module.register_forward_hook(lambda _module, _inputs, output, found=found: found.append(output.clone()))
+            for row in words(FAMILY, SAMPLES, TOKENS, 1):
+                with torch.inference_mode():
+                    model(torch.tensor([row]), use_cache=False)
+            exact, size = torch.cat(found), len(found)
+            with torch.inference_mode():
+                model.get_parameter(group.members[0])[expert] = torch.from_numpy(rounded.part(expert).dequantize())
+            for row in words(FAMILY, SAMPLES, TOKENS, 1):
+                with torch.inference_mode():
+                    model(torch.tensor([row]), use_cache=False)
+            changes.append(float((torch.cat(found[size:]) - exact).square().sum()))
+        np.testing.assert_allclose(shares, np.array(changes) / sum(changes), rtol=0.5)
+        assert np.argsort(shares).tolist() == np.argsort(changes).tolist() or np.ptp(shares) < 0.1
 
 
 def test_experts_compute_one_by_one_what_they_do_together() -> None:
@@ -233,12 +373,17 @@ def test_an_expert_that_no_token_chose_has_the_statistics_of_the_others() -> Non
 
 @settings(max_examples=40, deadline=None)
 @given(
-    count=st.integers(1, 5), rows=st.integers(1, 9), groups=st.integers(1, 3), scheme=st.sampled_from(SCHEMES),
-    seed=st.integers(0, 99),
+    bits=st.lists(st.sampled_from((4, 5, 6, 8)), min_size=1, max_size=5), rows=st.integers(1, 9),
+    groups=st.integers(1, 3), scheme=st.sampled_from(SCHEMES), differ=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_experts_are_stored_and_read_back(count: int, rows: int, groups: int, scheme: Scheme, seed: int) -> None:
+def test_experts_are_stored_and_read_back(
+    bits: list[int], rows: int, groups: int, scheme: Scheme, differ: bool, seed: int
+) -> None:
+    count, schemes = len(bits), [scheme.fitted(32 * groups)] * len(bits)
+    if differ and scheme.format.startswith("int"):
+        schemes = [one.in_format(f"int{own}") for one, own in zip(schemes, bits, strict=True)]
     weight = random(count, rows, 32 * groups, seed=seed)
-    linear = stacked([round_to_nearest(part, scheme.fitted(32 * groups)) for part in weight])
+    linear = stacked([round_to_nearest(part, own) for part, own in zip(weight, schemes, strict=True)])
     assert (linear.dequantize() == round_to_nearest(weight, linear.scheme).dequantize()).all()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -251,7 +396,7 @@ def test_experts_are_stored_and_read_back(count: int, rows: int, groups: int, sc
         np.testing.assert_array_equal(read.scales, linear.scales)
         np.testing.assert_array_equal(checkpoint.weight(UP), linear.dequantize())
         for expert in range(count):
-            alone = round_to_nearest(weight[expert], linear.scheme)
+            alone = round_to_nearest(weight[expert], schemes[expert])
             np.testing.assert_array_equal(read.part(expert).codes, alone.codes)
             np.testing.assert_array_equal(read.part(expert).dequantize(), alone.dequantize())
 
@@ -306,6 +451,43 @@ def test_every_stage_sees_the_same_model(mixture: Mixture, tmp_path: Path) -> No
     assert sum(item.free_kl_sum or 0.0 for item in items) / 80 < 1e-4
     stored = open_checkpoint(mixture.quantized.folder)
     assert {stored.weight(name).shape for name in (UP, DOWN)} == {(4, 64, 64), (4, 64, 32)}
+
+
+def test_experts_of_their_own_bits_go_from_a_rule_to_the_engine(mixed: Mixture, tmp_path: Path) -> None:
+    """The file holds each in its bits, and the engine computes what the file says."""
+    reports = {report.name: report for report in mixed.quantized.record.linears}
+    assert reports[DOWN].scheme == of_bits(5, 8, 5, 4) and reports[UP].scheme == of_bits(4, 8, 4, 4)
+    assert mixed.quantized.record.proof.passed and "w4-8:2 " in mixed.quantized.record.summary
+    checkpoint = open_checkpoint(mixed.quantized.folder)
+    stored = checkpoint.linear(DOWN)
+    assert isinstance(stored, QuantizedWeight)
+    assert [stored.part(expert).scheme.bits for expert in range(4)] == [5, 8, 5, 4]
+    assert checkpoint.stored_bytes(DOWN) == 22 * 64 * 32 // 8 + 4 * 64 * 2 + 3 * 8 + 4  # codes, scales, shape, bits
+    bundle = mixed.build(tmp_path / "bundle")
+    assert bundle.record.plan["layers.0.experts_down"] == "BlockExperts 4 to 8-bit g32 sym, mean 5.50"
+    head = next(group.members[0] for group in mixed.graph.record.groups if group.name == "lm_head")
+    probe = open_probe(bundle, tmp_path, threads=1)
+    reference = QuantizedReference(mixed.quantized.folder, int8_activations=True)
+    items = compare(probe, reference, words(FAMILY, 2, 40, 2), head=head)
+    assert sum(item.kl_sum for item in items) / 80 < 1e-5
+    assert max(item.errors[DOWN] for item in items) < 1e-4
+
+
+def test_formats_that_share_a_scheme_among_experts_take_the_widest(mixed: Mixture, tmp_path: Path) -> None:
+    """Where it is asked for; else they refuse by name. What is read from the file is what we hold, bit for bit."""
+
+    def export(wider: bool, folder: Path) -> None:
+        export_checkpoint(
+            mixed.quantized.folder, "compressed-tensors", folder, wider=wider, progress=lambda _done, _total: None
+        )
+
+    with pytest.raises(QuantizationError, match=r"4-bit g32: vLLM takes one scheme for all experts .*: 8-bit g32\)"):
+        export(False, tmp_path / "refused")
+    export(True, tmp_path / "exported")
+    ours = open_checkpoint(mixed.quantized.folder)
+    theirs = dict(load_checkpoint(tmp_path / "exported", "").model.named_parameters())
+    for parameter in ours.names():
+        np.testing.assert_array_equal(ours.weight(parameter), theirs[parameter].detach().numpy(), parameter)
 
 
 def test_experts_beyond_the_memory_are_decoded_at_each_call(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:

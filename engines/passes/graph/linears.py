@@ -106,7 +106,8 @@ def is_head(lowering: Lowering, node: ir.Node) -> bool:
 def described(weight: QuantizedWeight) -> str:
     """Of codes, for a bundle's record."""
     scheme = weight.scheme
-    return f"{scheme.codes} g{weight.group_size} {'sym' if scheme.symmetric else 'asym'}"
+    mean = f", mean {scheme.mean_bits:.2f}" if scheme.expert_bits else ""
+    return f"{scheme.codes} g{weight.group_size} {'sym' if scheme.symmetric else 'asym'}{mean}"
 
 
 def one_scheme(label: str, weights: Sequence[Any]) -> None:

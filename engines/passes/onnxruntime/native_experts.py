@@ -5,13 +5,16 @@
       over floats   ->   Experts, over tiles of 16 outputs
 
 A weight of codes ``[E, N, K]`` has the rows that the operator's input has, whatever the float checkpoint's orientation.
+Experts may differ in bits: codes of one follow those of the one before, and the operator is told where they begin.
 Where the target's kernels do not take both weights of a layer, they are decoded to floats. The output of a token is the
 same to the bit whatever other tokens a step has. What no kernel computes stays: ONNX Runtime runs the operator's body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,12 +139,13 @@ def _lower(lowering: Lowering, node: ir.Node, gate: ExpertGate) -> tuple[ir.Valu
     else:
         up, down = projections
         attributes |= {"H": up.shape[2], "I": down.shape[2], "gated": int(up.parts == 2)}
-        inputs = list[ir.Value | None]()
+        inputs, begins = list[ir.Value | None](), list[ir.Value | None]()
         for projection, weight in zip(projections, coded, strict=True):
             found, known = _packed(lowering, projection, weight)
             inputs += found
+            begins.append(_begins(lowering, projection, weight))
             attributes |= {f"{projection.prefix}_{name}": number for name, number in known.items()}
-        inputs += [_packed_bias(lowering, projection) for projection in projections]
+        inputs += [_packed_bias(lowering, projection) for projection in projections] + begins
     lowered = ir.node(
         NAME if reason else OVER_CODES,
         trimmed([*node.inputs[:UP_INPUT], *inputs]),
@@ -162,21 +166,31 @@ def _packed(
     """Codes, scales and zero points of all experts, each packed as a linear; and what the kernel must know of them."""
     kernels, label, order = lowering.kernels, projection.label, projection.order()
     experts, _, columns = projection.shape
-    bits = kernels.code_bits(stored)
-    first = widened(_alone(_of_expert(stored, 0)), bits)  # all have its shapes and types
-    dtype = kernels.stored_scales(widened(stored, bits).scales, first.scheme).dtype
+    bits = _bits(lowering, stored)
+    first = widened(_alone(stored.part(0)), bits[0])  # all have its shapes and types, but for codes
+    dtype = kernels.stored_scales(stored.scales, first.scheme).dtype
+    shapes = [kernels.codes_shape(len(order), columns, own) for own in bits]
 
-    def all_experts(pack: Callable[[QuantizedWeight], NDArray[Any]]) -> NDArray[Any]:
+    def each_expert() -> Iterator[QuantizedWeight]:
         """One after another, so that nothing but the result is as large as a layer's experts."""
         weight = projection.read(lowering)
         assert isinstance(weight, QuantizedWeight)
+        for expert, own in enumerate(bits):
+            yield widened(weight.part(expert), own)
+
+    def all_experts(pack: Callable[[QuantizedWeight], NDArray[Any]]) -> NDArray[Any]:
         found = np.empty((experts, *pack(first).shape), pack(first).dtype)
-        for expert in range(experts):
-            found[expert] = pack(widened(_of_expert(weight, expert), bits))
+        for place, weight in zip(found, each_expert(), strict=True):
+            place[:] = pack(weight)
         return found
 
-    def codes(weight: QuantizedWeight) -> NDArray[np.uint8]:
-        return kernels.pack_codes(weight.codes[order], bits)
+    def all_codes() -> NDArray[np.uint8]:
+        found = np.empty(sum(map(math.prod, shapes)), np.uint8)
+        at = 0
+        for weight, own, shape in zip(each_expert(), bits, shapes, strict=True):
+            found[at : at + math.prod(shape)] = kernels.pack_codes(weight.codes[order], own).reshape(-1)
+            at += math.prod(shape)
+        return found if one is None else found.reshape(one)
 
     def scales(weight: QuantizedWeight) -> NDArray[Any]:
         return kernels.pack_scales(kernels.stored_scales(weight.scales[order], weight.scheme).astype(dtype))
@@ -190,24 +204,36 @@ def _packed(
     ) -> ir.Value:
         return deferred(lowering.model, f"{label}.{name}", (experts, *shape), dtype, lambda: all_experts(pack))
 
-    lowering.plan[label] = f"{OVER_CODES} {described(stored)}{in_more_bits(stored, bits)}"
+    lowering.plan[label] = f"{OVER_CODES} {described(stored)}{in_more_bits(stored, max(bits))}"
     blocks = scales(first).shape
+    one = (experts, *shapes[0]) if len(set(bits)) == 1 else None
+    all_bytes = sum(map(math.prod, shapes))
     inputs = [
-        value("codes", kernels.codes_shape(len(order), columns, bits), ir.DataType.UINT8, codes),
+        deferred(lowering.model, f"{label}.codes", one or (all_bytes,), ir.DataType.UINT8, all_codes),
         value("scales", blocks, ir.DataType.from_numpy(dtype), scales),
         None if first.zero_points is None else value("zero_points", blocks, ir.DataType.UINT8, zero_points),
     ]
     return inputs, {
-        "bits": bits,
+        "bits": max(bits),
         "block_size": stored.group_size,
         "half_scales": int(dtype == np.float16),
         "symmetric": int(first.zero_points is None),
     } | ({"e2m1": 1} if dtype == np.uint8 else {})
 
 
-def _of_expert(weight: QuantizedWeight, expert: int) -> QuantizedWeight:
-    zero_points = None if weight.zero_points is None else weight.zero_points[expert]
-    return QuantizedWeight(weight.codes[expert], weight.scales[expert], zero_points, weight.scheme)
+def _bits(lowering: Lowering, stored: QuantizedWeight) -> list[int]:
+    """Of each expert's codes in the engine."""
+    schemes = (stored.scheme.of_expert(expert) for expert in range(len(stored.codes)))
+    return [lowering.kernels.code_bits(dataclasses.replace(stored, scheme=scheme)) for scheme in schemes]
+
+
+def _begins(lowering: Lowering, projection: Projection, stored: QuantizedWeight) -> ir.Value | None:
+    """Where the codes of each expert begin, and the end of all; None where all have as many bits."""
+    bits, (_, outputs, columns) = _bits(lowering, stored), projection.shape
+    if len(set(bits)) == 1:
+        return None
+    sizes = [math.prod(lowering.kernels.codes_shape(outputs, columns, own)) for own in bits]
+    return initializer(lowering.model, f"{projection.label}.begins", np.cumsum([0, *sizes], dtype=np.int64))
 
 
 def _alone(weight: QuantizedWeight) -> QuantizedWeight:

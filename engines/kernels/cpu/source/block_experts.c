@@ -4,6 +4,8 @@
      up of E experts, codes, scales and zero points of a weight [U, H] each: pairs of tiles, of 16 gates and of the 16 ups
        of the same channels, where there are gates; else tiles of ups. up_bias [E, U], whole pairs of tiles, or none
      down of E experts, likewise of a weight [H, I] each; down_bias [E, H] in whole pairs of tiles, or none
+     up_begins, down_begins [E + 1] int64, where experts differ in bits: where the codes of each begin, in bytes, and the end of
+       all; the attribute says the bits of the widest. Scales and zero points lie as they do elsewhere
      y as x: the sum over a token's experts, in the order of its choices, of weight * (down · inner + bias), where inner is
        what an ExpertGate makes of up · x + bias
 
@@ -28,6 +30,8 @@ enum {
   DOWN_ZEROS,
   UP_BIAS,
   DOWN_BIAS,
+  UP_BEGINS,
+  DOWN_BEGINS,
   INPUTS
 };
 /* Tokens at once: more take the experts in turns, so that scratch memory is bounded. */
@@ -48,9 +52,10 @@ typedef struct {
   const Kernel* k;
   Routing routing;
   int64_t pairs;
-  BlockWeight up, down;      /* of the first expert */
-  int64_t up_pairs, up_jobs; /* pairs of tiles of a job, and jobs of an expert */
-  const float *x, *share;    /* share: the weight of a choice */
+  BlockWeight up, down;                   /* of the first expert, as if it had the bits of the widest */
+  const int64_t *up_begins, *down_begins; /* NULL: all experts have as many bits */
+  int64_t up_pairs, up_jobs;              /* pairs of tiles of a job, and jobs of an expert */
+  const float *x, *share;                 /* share: the weight of a choice */
   const float *up_bias, *down_bias;
   BlockRows rows, inner_rows; /* [pairs] of x, and of inner channels */
   float *inner, *y;           /* inner [pairs, I] */
@@ -62,27 +67,53 @@ static int64_t expert_bytes(const BlockShape* s) {
   return padded_tiles(s->N) * tile_bytes(s);
 }
 
+/* Bits of the codes of an expert, by the bytes that they take. */
+static int64_t bits_of(const BlockShape* s, const int64_t* begins, int64_t expert) {
+  return begins ? (begins[expert + 1] - begins[expert]) * 8 / (padded_tiles(s->N) * TILE * s->K) : s->bits;
+}
+
+/* Whether codes of experts that begin there fill `bytes`, each in bits that there are kernels for. */
+static int are_begins(const BlockShape* s, const int64_t* begins, int64_t experts, int64_t bytes) {
+  int64_t at = 0;
+  if (s->e2m1) return 0;
+  for (int64_t e = 0; e < experts; e++) {
+    BlockShape own = *s;
+    if (begins[e] != at || begins[e + 1] <= at || begins[e + 1] > bytes) return 0;
+    own.bits = bits_of(s, begins, e);
+    if (!is_supported_shape(&own) || begins[e + 1] - at != expert_bytes(&own)) return 0;
+    at = begins[e + 1];
+  }
+  return at == bytes;
+}
+
 /* The weight of one expert. */
-static BlockWeight expert_of(const BlockWeight* first, int64_t expert, const float* biases) {
+static BlockWeight expert_of(const BlockWeight* first, const int64_t* begins, int64_t expert, const float* biases) {
   BlockWeight w = *first;
   const int64_t tiles = expert * w.tiles, scales = tiles * w.blocks * TILE;
-  w.codes += tiles * tile_bytes(&w.shape), w.scales += scales * scale_bytes(&w.shape);
+  w.codes += begins ? begins[expert] : tiles * tile_bytes(&w.shape), w.scales += scales * scale_bytes(&w.shape);
+  w.shape.bits = bits_of(&w.shape, begins, expert);
   if (w.zero_points) w.zero_points += scales;
   w.bias = biases ? biases + tiles * TILE : NULL;
   return w;
 }
 
-/* Activations of a token, quantized where its first choice lies, and copied to the others. */
+/* Activations of a token, quantized where its first choice lies, and copied to the others. Sums are those that the bits of
+   each expert ask for. */
 static void quantize_token(void* state, size_t token) {
   const Work* w = state;
-  const int64_t K = w->up.shape.K, *places = w->places + (int64_t)token * w->routing.chosen;
+  const int64_t K = w->up.shape.K, first = (int64_t)token * w->routing.chosen, *places = w->places + first;
   const BlockRows* rows = &w->rows;
-  quantize_row(&w->up, rows, places[0], w->x + (int64_t)token * K);
-  for (int64_t choice = 1; choice < w->routing.chosen; choice++) {
-    memcpy(rows->codes + places[choice] * row_bytes(K), rows->codes + places[0] * row_bytes(K), K);
+  BlockWeight plain = w->up;
+  plain.shape.symmetric = 0;
+  quantize_row(&plain, rows, places[0], w->x + (int64_t)token * K);
+  for (int64_t choice = w->routing.chosen; choice-- > 0;) { /* the first, which the others are made of, is the last */
+    BlockShape own = w->up.shape;
+    own.bits = bits_of(&own, w->up_begins, w->routing.index[first + choice]);
+    const int32_t factor = sum_factor(&own);
+    if (choice) memcpy(rows->codes + places[choice] * row_bytes(K), rows->codes + places[0] * row_bytes(K), K);
     for (int64_t b = 0; b < w->up.blocks; b++) {
       rows->scales[b * rows->stride + places[choice]] = rows->scales[b * rows->stride + places[0]];
-      rows->sums[b * rows->stride + places[choice]] = rows->sums[b * rows->stride + places[0]];
+      rows->sums[b * rows->stride + places[choice]] = rows->sums[b * rows->stride + places[0]] * factor;
     }
   }
 }
@@ -94,7 +125,8 @@ static void up_job(void* state, size_t number) {
   const int64_t expert = r->hits[(int64_t)number / w->up_jobs], first = (int64_t)number % w->up_jobs * w->up_pairs;
   const int64_t end = smaller(first + w->up_pairs, w->up.tiles / 2), I = w->down.shape.K;
   const int64_t begin = r->begins[expert], count = r->begins[expert + 1] - begin;
-  const BlockWeight whole = expert_of(&w->up, expert, w->up_bias), part = some_tiles(&whole, 2 * first, 2 * end);
+  const BlockWeight whole = expert_of(&w->up, w->up_begins, expert, w->up_bias);
+  const BlockWeight part = some_tiles(&whole, 2 * first, 2 * end);
   const BlockRows rows = some_rows(&w->rows, part.shape.K, begin, count);
   float* y = scratch(SCRATCH_ROW, count * part.shape.N * sizeof(float));
   if (!y) {
@@ -117,7 +149,9 @@ static void up_job(void* state, size_t number) {
 
 static void quantize_inner(void* state, size_t row) {
   const Work* w = state;
-  quantize_row(&w->down, &w->inner_rows, (int64_t)row, w->inner + (int64_t)row * w->down.shape.K);
+  BlockWeight down = w->down;
+  down.shape.bits = bits_of(&down.shape, w->down_begins, w->routing.index[w->routing.order[row]]);
+  quantize_row(&down, &w->inner_rows, (int64_t)row, w->inner + (int64_t)row * down.shape.K);
 }
 
 /* Some output channels of all tokens. */
@@ -134,7 +168,8 @@ static void down_job(void* state, size_t number) {
   }
   for (int64_t hit = 0; hit < r->hit; hit++) {
     const int64_t expert = r->hits[hit], begin = r->begins[expert];
-    const BlockWeight whole = expert_of(&w->down, expert, w->down_bias), part = some_tiles(&whole, first, end);
+    const BlockWeight whole = expert_of(&w->down, w->down_begins, expert, w->down_bias);
+    const BlockWeight part = some_tiles(&whole, first, end);
     const BlockRows rows = some_rows(&w->inner_rows, part.shape.K, begin, r->begins[expert + 1] - begin);
     multiply_rows(&part, &rows, 0, part.tiles, answers + begin * columns, NULL);
   }
@@ -196,6 +231,14 @@ static Status* compute_tokens(Work* w, Api api, Context* context) {
   return status;
 }
 
+/* Whether the tensors, `codes` and those behind it, hold the weights of so many experts. `begins` may be absent. */
+static int are_weights(const BlockShape* s, int64_t experts, const Tensor* codes, const Tensor* begins) {
+  const Tensor *scales = codes + 1, *zero_points = codes + 2;
+  if (!begins->present) return is_block_weight(s, experts, codes, scales, zero_points);
+  return holds(begins, INT64, experts + 1) && codes->present && codes->type == UINT8 &&
+         are_begins(s, begins->data, experts, codes->elements) && is_block_grid(s, experts, scales, zero_points);
+}
+
 static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
   Api api = k->base.api;
@@ -205,9 +248,10 @@ static Status* compute(void* self, Context* context) {
   const int64_t H = k->up.K;
   if (!x->present || x->type != FLOAT || x->rank < 2 || x->rank > MAX_RANK || x->dims[x->rank - 1] != H)
     return failure(api, ERROR_ARGUMENT, "BlockExperts: x is not [.., M, H] float");
-  const int64_t tokens = x->elements / H, experts = in[UP_CODES].elements / expert_bytes(&k->up);
-  if (experts < 1 || !is_block_weight(&k->up, experts, &in[UP_CODES], &in[UP_SCALES], &in[UP_ZEROS]) ||
-      !is_block_weight(&k->down, experts, &in[DOWN_CODES], &in[DOWN_SCALES], &in[DOWN_ZEROS]))
+  const int64_t tokens = x->elements / H;
+  const int64_t experts = in[UP_SCALES].elements / (padded_tiles(k->up.N) * TILE * (k->up.K / k->up.block));
+  if (experts < 1 || !are_weights(&k->up, experts, &in[UP_CODES], &in[UP_BEGINS]) ||
+      !are_weights(&k->down, experts, &in[DOWN_CODES], &in[DOWN_BEGINS]))
     return failure(api, ERROR_ARGUMENT, "BlockExperts: weights of another shape or type");
   if ((in[UP_BIAS].present && !holds(&in[UP_BIAS], FLOAT, experts * padded_tiles(k->up.N) * TILE)) ||
       (in[DOWN_BIAS].present && !holds(&in[DOWN_BIAS], FLOAT, experts * padded_tiles(k->down.N) * TILE)))
@@ -220,6 +264,7 @@ static Status* compute(void* self, Context* context) {
   all.up = block_weight(&k->up, &in[UP_CODES], &in[UP_SCALES], &in[UP_ZEROS], NULL);
   all.down = block_weight(&k->down, &in[DOWN_CODES], &in[DOWN_SCALES], &in[DOWN_ZEROS], NULL);
   all.up_bias = in[UP_BIAS].data, all.down_bias = in[DOWN_BIAS].data;
+  all.up_begins = in[UP_BEGINS].data, all.down_begins = in[DOWN_BEGINS].data;
   TRY(output(api, context, 0, x->dims, x->rank, &all.y));
   if (!tokens) return NULL;
   const int64_t chosen = all.routing.chosen;

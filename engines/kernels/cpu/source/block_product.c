@@ -20,11 +20,15 @@ static inline F32x16 scale_at(const BlockWeight* w, int64_t tile, int64_t block)
   return load(w->scales + 4 * at);
 }
 
+int32_t sum_factor(const BlockShape* s) {
+  const int bits = s->e2m1 ? E2M1_BITS : (int)s->bits;
+  return s->symmetric ? (1 << (bits - 1)) - code_offset(bits) : 1;
+}
+
 void quantize_row(const BlockWeight* w, const BlockRows* rows, int64_t row, const float* x) {
   const BlockShape* k = &w->shape;
   int8_t* codes = rows->codes + row * row_bytes(k->K);
-  const int bits = k->e2m1 ? E2M1_BITS : (int)k->bits;
-  const int32_t midpoint = k->symmetric ? (1 << (bits - 1)) - code_offset(bits) : 1;
+  const int32_t factor = sum_factor(k);
   for (int64_t b = 0; b < w->blocks; b++) {
     const float* from = x + b * k->block;
     F32x16 max = {0}, non_finite = {0};
@@ -44,7 +48,7 @@ void quantize_row(const BlockWeight* w, const BlockRows* rows, int64_t row, cons
     else /* NaN and infinity have no codes, the scale is NaN; what is too small to divide by counts as 0 */
       memset(codes + b * k->block, 0, k->block);
     rows->scales[b * rows->stride + row] = largest / 127.0f;
-    rows->sums[b * rows->stride + row] = -reduce_add_int(sum) * midpoint;
+    rows->sums[b * rows->stride + row] = -reduce_add_int(sum) * factor;
   }
 }
 

@@ -109,12 +109,16 @@ static inline BlockWeight block_weight(const BlockShape* s, const Tensor* codes,
                        .zero_points = s->symmetric ? NULL : zero_points->data,
                        .bias = bias};
 }
-/* Whether the tensors hold `copies` weights of this shape, one after another. */
+/* Whether the tensors hold scales and zero points of `copies` weights of this shape, one after another. */
+static inline int is_block_grid(const BlockShape* s, int64_t copies, const Tensor* scales, const Tensor* zero_points) {
+  const int64_t count = copies * padded_tiles(s->N) * TILE * (s->K / s->block);
+  return holds(scales, scale_type(s), count) && (s->symmetric || holds(zero_points, UINT8, count));
+}
+/* The same with their codes. */
 static inline int is_block_weight(const BlockShape* s, int64_t copies, const Tensor* codes, const Tensor* scales,
                                   const Tensor* zero_points) {
-  const int64_t tiles = copies * padded_tiles(s->N), scale_count = tiles * TILE * (s->K / s->block);
-  return holds(codes, UINT8, tiles * tile_bytes(s)) && holds(scales, scale_type(s), scale_count) &&
-         (s->symmetric || holds(zero_points, UINT8, scale_count));
+  return holds(codes, UINT8, copies * padded_tiles(s->N) * tile_bytes(s)) &&
+         is_block_grid(s, copies, scales, zero_points);
 }
 /* Tiles `first` to `end` of a weight, as one. */
 static inline BlockWeight some_tiles(const BlockWeight* w, int64_t first, int64_t end) {
@@ -128,7 +132,9 @@ static inline BlockWeight some_tiles(const BlockWeight* w, int64_t first, int64_
   return part;
 }
 
-/* Codes, scales and sums of a row of K activations, for this weight. */
+/* Codes, scales and sums of a row of K activations, for this weight. The sums of a symmetric one depend on its bits: they are
+   those of a weight that is not, times `sum_factor`. */
+int32_t sum_factor(const BlockShape* s);
 void quantize_row(const BlockWeight* w, const BlockRows* rows, int64_t row, const float* x);
 
 /* Tiles `first` to `end` for all rows: to y [rows, N], or into the largest of each row. */
