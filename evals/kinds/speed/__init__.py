@@ -51,7 +51,7 @@ class EngineNumbers(Frozen):
 class Benchmark(EvidenceRecord):
     artifact_type: ClassVar[str] = "Benchmark"
     remedy: ClassVar[str] = "run `dvc repro benchmark`"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4  # 4: sequences of a batch are fed different tokens
     parent_types: ClassVar[ParentTypes] = {"baseline": ("EngineBundle",), "candidate": ("EngineBundle",)}
 
     baseline: EngineNumbers

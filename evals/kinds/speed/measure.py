@@ -1,7 +1,9 @@
 """Benchmark: latency, throughput and memory of both engines, measured in turn on this machine.
 
 Every repeat times baseline and candidate in turn at each batch, so that a busy neighbour slows both; what is compared
-is the pair. Prompts are random tokens of a fixed seed: speed does not depend on what they say.
+is the pair. Prompts and decoded tokens are random, of a fixed seed: speed does not depend on what they say. But the
+sequences of a batch are fed different ones. Of a mixture of experts equal tokens would all choose the same experts, and
+a step would read as little as one of a single sequence.
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ def benchmark(
     bandwidth = read_bandwidth(threads)
     prompt = np.random.default_rng(seed).integers(1, baseline.vocab_size, settings.prompt_tokens).tolist()
     batches, slots = settings.batches, min(engine.slots for engine in engines.values())
+    steps = SpeedSettings.warmup_tokens + settings.new_tokens
+    fed = {batch: decoded_tokens(batch, steps, baseline.vocab_size, seed) for batch in batches}
     if max(batches) > slots:
         raise EvidenceError(
             f"benchmark.batches {list(batches)} is more than the engines' {slots} slots",
@@ -88,7 +92,7 @@ def benchmark(
             prefill[name].append(median(seconds))
         for batch in batches:
             for name, engine in engines.items():
-                decode[name, batch].append(_step_seconds(engine, prompt, batch, settings.new_tokens))
+                decode[name, batch].append(_step_seconds(engine, prompt, fed[batch]))
         bandwidth = max(bandwidth, read_bandwidth(threads))
     progress("peak memory")
 
@@ -136,18 +140,31 @@ def _prefill_seconds(engine: Sequences, prompt: list[int]) -> float:
     return time.perf_counter() - start
 
 
-def _step_seconds(engine: Sequences, prompt: list[int], batch: int, steps: int) -> float:
-    """Median seconds of one decode step of ``batch`` sequences that hold the prompt and grow by one token a step."""
+def decoded_tokens(batch: int, steps: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """``[steps, batch]`` tokens, different within a step as far as the vocabulary has so many.
+
+    >>> [sorted(step) for step in decoded_tokens(3, 2, 4, seed=0)]
+    [[1, 2, 3], [1, 2, 3]]
+    """
+    random = np.random.default_rng((seed, batch))
+    repeats = batch >= vocab_size
+    return [(1 + random.choice(vocab_size - 1, batch, replace=repeats)).tolist() for _ in range(steps)]
+
+
+def _step_seconds(engine: Sequences, prompt: list[int], fed: list[list[int]]) -> float:
+    """Median seconds of one decode step of sequences that hold the prompt and grow by one token a step.
+
+    ``fed``: ``[steps, batch]`` tokens. Of the first steps the time does not count.
+    """
     time.sleep(REST_SECONDS)
     engine.prefill(0, prompt)
-    for slot in range(1, batch):
+    for slot in range(1, len(fed[0])):
         engine.copy_slot(0, slot, len(prompt))
-    tokens = [prompt[-1]] * batch
     seconds: list[float] = []
-    for step in range(SpeedSettings.warmup_tokens + steps):
-        lengths = [len(prompt) + step] * batch
+    for step, tokens in enumerate(fed):
+        lengths = [len(prompt) + step] * len(tokens)
         start = time.perf_counter()
-        tokens = engine.decode_greedy(tokens, lengths).tolist()
+        engine.decode_greedy(tokens, lengths)
         seconds.append(time.perf_counter() - start)
     return median(seconds[SpeedSettings.warmup_tokens :])
 
@@ -182,7 +199,8 @@ def _memory_run() -> None:
 
     folder, prompt_tokens, new_tokens, threads = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     engine = Sequences(load_engine(folder, threads=threads, slots=1))
-    _step_seconds(engine, [1] * prompt_tokens, 1, new_tokens)
+    steps = SpeedSettings.warmup_tokens + new_tokens
+    _step_seconds(engine, [1] * prompt_tokens, decoded_tokens(1, steps, engine.vocab_size, seed=0))
     print(_peak_bytes() / 1e6)
 
 
