@@ -19,6 +19,7 @@ OFFSETS, STARTS, BLOCK_TABLE = "offsets", "starts", "block_table"
 SLOT_MAPPING, ATTENTION_METADATA = "slot_mapping", "attention_metadata"
 SLOTS = "slots"  # int32 [B]: of recurrent state, only where a layer has some
 BLOCK_TOKENS = 64  # of a KV block on ort-cpu: a tile of keys of the attention kernel lies in one block
+WEIGHTS_FILE = "weights.bin"  # of a lowered graph: all initializers that are not small
 NEXT_TOKENS = "next_tokens"  # output of the same graph
 
 

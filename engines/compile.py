@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import TEXT_FILES, IOContract, LoweredRecord, PassReport
+from engines.bundle import TEXT_FILES, WEIGHTS_FILE, IOContract, LoweredRecord, PassReport
 from engines.graph_check import check
 from engines.kernels.operators import DOMAIN as KERNELS
 from engines.kernels.operators import EXPERTS
@@ -32,7 +32,6 @@ from tapeout.resources import Needs, require
 from tapeout.state import LayerState
 
 MODEL_FILE = "model.onnx"
-WEIGHTS_FILE = "weights.bin"
 FLOAT_KV_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # by float type
 CACHE_TYPES = {  # by the dtype of a state's tensor
     "float32": ir.DataType.FLOAT,
