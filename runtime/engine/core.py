@@ -86,7 +86,7 @@ class EngineCore:
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
         self._drafting = Drafting(self.scheduler, limits.max_draft_tokens if has.shares_blocks and trims else 0)
         self._most_begun = has.steps_at_once if trims else 1
-        self._begun, self._counters = RunningSteps(engine), CoreCounters(clippings)
+        self._begun, self._counters = RunningSteps(engine), CoreCounters(clippings, engine)
         self._active: dict[str, ActiveRequest] = {}
         self._deltas: list[Delta] = []  # since the last report
         self._refusals: list[RefusedRequest] = []

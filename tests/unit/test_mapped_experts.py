@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Iterator
@@ -20,23 +19,27 @@ from engines.load import experts_mapped, load
 from engines.protocol import FloatArray, MapsWeights
 from engines.sequences import Sequences
 from engines.targets.ort_cpu import paged_engine
-from engines.weight_pages import MAPPINGS, SAMPLED, Extent, WeightPages, major_faults, shared_extents
+from engines.weight_pages import SAMPLED, Extent, WeightPages, major_faults, shared_extents
+from pipeline.cli import doctor
+from runtime.engine.core import EngineCore
+from runtime.engine.opening import open_bundle
+from runtime.wire.limits import Limits
+from runtime.wire.messages import GenerateRequest
+from runtime.wire.start import EngineSettings
 from tapeout.artifact import Artifact
 from tapeout.errors import BuildError, RequestError
 from tests.exported import build_float, family_graph
-from tests.family_engines import PROMPTS, make, words
+from tests.family_engines import PROMPTS, words
+from tests.paging import FAMILY, coded_mixture, drop_pages, float_mixture
 
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
-FAMILY, SHAPE = "qwen3_moe", {"num_experts": 32, "num_local_experts": 32, "moe_intermediate_size": 128}
 LAYERS = 2
 
 
 @pytest.fixture(scope="module", params=["codes", "floats"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Artifact[EngineBundle]:
     folder = tmp_path_factory.mktemp(FAMILY)
-    if request.param == "codes":
-        return make(FAMILY, folder, **SHAPE).bundle
-    return build_float(family_graph(FAMILY, **SHAPE), folder / "bundle", slots=2)
+    return coded_mixture(folder) if request.param == "codes" else float_mixture(folder / "bundle")
 
 
 @pytest.fixture
@@ -44,19 +47,6 @@ def mapped(bundle: Artifact[EngineBundle]) -> Iterator[Sequences]:
     engine = Sequences(load(bundle.folder, threads=2, map_experts=True))
     yield engine
     engine.close()
-
-
-def drop_pages(bundle: Artifact[EngineBundle]) -> None:
-    """As a system does whose memory is short: no process has them mapped any more, and no cache holds them."""
-    path = bundle.folder / WEIGHTS_FILE
-    advise = ctypes.CDLL(None, use_errno=True).madvise
-    for line in MAPPINGS.read_text().splitlines():
-        if line.endswith(str(path.resolve())):
-            first, end = (int(address, 16) for address in line.split()[0].split("-"))
-            assert not advise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())  # pages that are not written yet stay
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def answers(engine: Sequences) -> list[FloatArray]:
@@ -126,6 +116,27 @@ def test_experts_are_mapped_where_memory_has_no_room(
         engine = load(bundle.folder, threads=1)
         assert bool(engine.capabilities.mapped_bytes) == expected
         engine.close()
+
+
+def test_a_server_is_told_what_is_left_in_the_file(bundle: Artifact[EngineBundle]) -> None:
+    opened = open_bundle(bundle.folder, EngineSettings(threads=1, map_experts=True))
+    core = EngineCore(opened.engine, Limits())
+    try:
+        mapped = opened.info.mapped_bytes
+        assert 0 < mapped == core.stats().mapped_bytes
+        drop_pages(bundle)
+        core.add(GenerateRequest("a", [5, 6, 7], 2), 0)
+        while core.busy:
+            core.step(0)
+        assert core.stats().page_faults > 0
+    finally:
+        core.close()
+
+
+def test_doctor_says_that_memory_has_no_room(bundle: Artifact[EngineBundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "left in their file" not in doctor.bundle(bundle.folder).found
+    monkeypatch.setattr(loading, "available_memory", lambda: bundle.record.weight_bytes)
+    assert "experts are left in their file" in doctor.bundle(bundle.folder).found
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:

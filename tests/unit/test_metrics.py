@@ -127,6 +127,19 @@ def test_gauges_are_those_of_the_last_report() -> None:
     assert found["vllm:kv_cache_usage_perc"] == 0.375 and found["tapeout:state_slot_bytes"] == 4096
 
 
+def test_the_share_of_experts_in_memory_is_told_where_it_is_known() -> None:
+    client = LocalClient()
+    metrics = Metrics(client, "m")
+    names = ("tapeout:mapped_bytes", "tapeout:resident_share")
+    assert not any(name in values(metrics) for name in names)
+    client.info = replace(client.info, mapped_bytes=4000)
+    assert [values(metrics).get(name) for name in names] == [4000, None]
+    client.stats = client.stats._replace(mapped_bytes=4000, resident_bytes=1000, page_faults=7)
+    found = values(metrics)
+    assert [found[name] for name in names] == [4000, 0.25]
+    assert found["tapeout:page_faults_total"] == 7
+
+
 def http_app(metrics: Metrics) -> FastAPI:
     app = FastAPI()
     app.include_router(APIRouter(routes=[metrics.route()]))

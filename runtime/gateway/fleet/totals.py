@@ -10,6 +10,7 @@ from runtime.wire.messages import EngineStats
 STATES = (
     *("running", "waiting", "waiting_tokens", "blocks", "blocks_held", "blocks_cached"),
     *("slots", "slots_held", "slots_cached"),
+    *("mapped_bytes", "resident_bytes"),
 )
 OF_A_STEP = ("step_seconds", "step_tokens", "step_requests")
 FINISHED = "finished"  # counters by reason
