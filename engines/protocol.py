@@ -26,6 +26,10 @@ Wanted = Literal["token", "logits", "top"]
 MOST_RANKED = 128
 
 
+def _as_one(tokens: int) -> float:
+    return 1.0
+
+
 @dataclass(frozen=True)
 class EngineCapabilities:
     """``max_tokens``: positions of a sequence. ``max_batch``: entries of a step.
@@ -37,6 +41,8 @@ class EngineCapabilities:
     ``chooses_tokens``: the likeliest token is found in the graph, without writing logits.
     ``threads``: of the processor that compute a step, as it was opened or as it chose; 0 where it does not compute.
     ``draws``: tokens are drawn and ranked where they are computed (:attr:`Entry.draw`, :attr:`Entry.ranked`).
+    ``reads``: bytes of weights that a step of so many tokens is expected to read, over those of a step of one; of a
+    mixture of experts each token may choose others.
     ``mapped_bytes``: of weights that are left in their file, and read when memory has no room for all of them; see
     :class:`MapsWeights`.
     ``steps_at_once``: that can have begun and not ended. With two of them, entries may follow others
@@ -58,6 +64,7 @@ class EngineCapabilities:
     steps_at_once: int = 1
     draws: bool = False
     mapped_bytes: int = 0
+    reads: Callable[[int], float] = _as_one
 
 
 class Filters(NamedTuple):

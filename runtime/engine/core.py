@@ -78,7 +78,7 @@ class EngineCore:
         )
         limits = pools.within(replace(limits, max_running=min(limits.max_running, has.max_batch)))
         self._paged, self._recurrent = pools.paged, pools.recurrent
-        self.scheduler = Scheduler(pools.cache, limits)
+        self.scheduler = Scheduler(pools.cache, limits, has.reads)
         self.blocks = BlockStore(engine, self._paged.pool)
         self.routing = RoutingReports(self._paged.pool, self._recurrent.pool, self.load)
         self._sampler = sampler or BatchSampler(has.vocab_size)

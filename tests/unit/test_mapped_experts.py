@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from engines import load as loading
 from engines.bundle import WEIGHTS_FILE, EngineBundle
+from engines.compile import step_bytes
 from engines.kernels import cpu as native
 from engines.kernels.operators import EXPERTS
 from engines.load import experts_mapped, load
@@ -62,6 +64,21 @@ def resident(engine: Sequences, *, exact: bool = True) -> int:
     found = engine.engine.resident_bytes(exact=exact)
     assert found is not None
     return found
+
+
+def test_a_step_of_more_tokens_is_expected_to_read_more_experts(
+    bundle: Artifact[EngineBundle], mapped: Sequences, tmp_path: Path
+) -> None:
+    model, reads = ir.load(str(bundle.folder / "model.onnx")), mapped.engine.capabilities.reads
+    for tokens in (1, 2, 16, 256):
+        assert reads(tokens) == pytest.approx(step_bytes(model, tokens) / step_bytes(model), rel=1e-3)
+    assert reads(1) == 1 and reads(256) > 3
+    (experts,) = bundle.record.experts
+    assert (experts.experts, experts.chosen) == (32, 2)
+    assert EngineCore(mapped.engine, Limits()).scheduler.costs.worth(1) == 0.5
+    dense = load(build_float(family_graph("llama"), tmp_path / "bundle", slots=1).folder, threads=1)
+    assert dense.capabilities.reads(64) == 1
+    dense.close()
 
 
 def test_answers_have_the_same_bits(bundle: Artifact[EngineBundle], mapped: Sequences) -> None:

@@ -8,6 +8,7 @@ memory until it is written, or made ready shortly before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -95,6 +96,7 @@ class PagedEngine(WholeSteps):
             threads=threads_of(threads, library),
             slots=slots,
             slot_bytes=io.slot_bytes,
+            reads=partial(_reads, bundle.record),
             mapped_bytes=self._weights.size if self._weights else 0,
             snapshot_tokens=max((one.snapshot_tokens for one in io.state if isinstance(one, Recurrent)), default=0),
         )
@@ -249,6 +251,11 @@ class PagedEngine(WholeSteps):
             first += len(piece.positions)
             lacks = not finite and found.min() < 0
             _add(results, piece.entry, Result(error=not_finite()) if lacks else Result(tokens=found))
+
+
+def _reads(record: EngineBundle, tokens: int) -> float:
+    """See :class:`EngineCapabilities`."""
+    return record.step_bytes_of(tokens) / record.step_bytes if record.experts else 1.0
 
 
 def _mapped(weights: Path) -> WeightPages:
