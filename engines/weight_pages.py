@@ -11,7 +11,7 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,9 @@ class WeightPages:
         self._first: int = np.frombuffer(self._memory, np.uint8).ctypes.data
         # To others Linux says that all pages are resident.
         self._told = path.stat().st_uid == os.geteuid() or os.access(path, os.W_OK)
-        self._look = getattr(ctypes.CDLL(None), "mincore", None)
+        self._look: Any = getattr(ctypes.CDLL(None), "mincore", None)
+        if self._look is not None:
+            self._look.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
 
     def resident(self, *, exact: bool = False) -> int | None:
         """Bytes in memory; an estimate from :data:`SAMPLED` pages unless ``exact``.
@@ -59,10 +61,15 @@ class WeightPages:
             return None
         pages = sum(_pages(extent) for extent in self._extents)
         if exact or pages <= SAMPLED:
-            looked = [self._resident(extent.start, _pages(extent)) for extent in self._extents]
+            places = [(extent.start, _pages(extent)) for extent in self._extents]
         else:
-            looked, pages = [self._resident(start, 1) for start in self._sample(pages)], SAMPLED
-        return round(self.size * sum(looked) / pages) if pages else 0
+            places, pages = [(start, 1) for start in self._sample(pages)], SAMPLED
+        found, looked = np.zeros(pages, np.uint8), 0
+        first = found.ctypes.data
+        for start, count in places:
+            self._look(self._first + start, count * mmap.PAGESIZE, first + looked)
+            looked += count
+        return round(self.size * int((found & 1).sum()) / pages) if pages else 0
 
     def close(self) -> None:
         self._memory.close()
@@ -76,12 +83,6 @@ class WeightPages:
                 yield extent.start + (at - before) * mmap.PAGESIZE
                 at = next(wanted, None)
             before += _pages(extent)
-
-    def _resident(self, start: int, pages: int) -> int:
-        found = (ctypes.c_ubyte * pages)()
-        assert self._look is not None
-        failed = self._look(ctypes.c_void_p(self._first + start), ctypes.c_size_t(pages * mmap.PAGESIZE), found)
-        return 0 if failed else int((np.frombuffer(found, np.uint8) & 1).sum())
 
 
 def _pages(extent: Extent) -> int:

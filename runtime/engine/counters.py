@@ -25,6 +25,7 @@ LOOK_SECONDS = 10.0  # between two looks at which weights are in memory, of 1 to
 class CoreCounters:
     def __init__(self, clippings: Clippings, engine: Engine) -> None:
         self._clippings, self._clipped = clippings, clippings()
+        self._reads = engine.capabilities.reads
         self._mapped_bytes = engine.capabilities.mapped_bytes
         self._maps = engine if self._mapped_bytes and isinstance(engine, MapsWeights) else None
         self._resident: int | None = None
@@ -90,6 +91,7 @@ class CoreCounters:
             fetches_failed=store.failed,
             mapped_bytes=0 if resident is None else self._mapped_bytes,
             resident_bytes=resident or 0,
+            step_reads=self._reads(max(1, self._step_tokens)),
             page_faults=major_faults() - self._faults if self._maps else 0,
         )
 

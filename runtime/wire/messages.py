@@ -148,7 +148,7 @@ class EngineInfo:
     block_tokens: int
     blocks: int
     block_bytes: int
-    weight_bytes: int  # that a decode step reads
+    weight_bytes: int  # that a decode step of one request reads
     stop_tokens: frozenset[int]
     threads: int = 0  # of the processor that compute a step; 0: none
     server_cores: frozenset[int] = frozenset()  # see :mod:`runtime.engine.shared_cores`
@@ -200,6 +200,7 @@ class EngineStats(NamedTuple):
     fetches_failed: int = 0  # that ended before all blocks came, which were computed then
     mapped_bytes: int = 0  # of weights that are left in their file, where the system tells what is in memory of them
     resident_bytes: int = 0  # of these, in memory: an estimate, some seconds old
+    step_reads: float = 1.0  # weights that the last step is expected to have read, over those of a step of one token
     page_faults: int = (
         0  # pages that were read from a disk while the engine waited, where weights are left in their file
     )

@@ -446,6 +446,16 @@ def test_weights_in_memory_are_looked_at_now_and_then() -> None:
     assert core_of_others().mapped_bytes == core_of_others().page_faults == 0
 
 
+def test_the_report_has_what_the_last_step_read() -> None:
+    engine = CoreEngine()
+    engine.capabilities = replace(engine.capabilities, reads=lambda tokens: 1 + (tokens - 1) / 10)
+    core = EngineCore(engine, Limits(max_draft_tokens=0))
+    assert core.stats().step_reads == 1
+    core.add(GenerateRequest("a", [1, 2, 3, 4, 5, 6], 2), 0)
+    assert core.step(1).stats.step_reads == 1.5
+    assert core.step(2).stats.step_reads == 1
+
+
 def core_of_others() -> EngineStats:
     return EngineCore(CoreEngine(), Limits()).stats()
 

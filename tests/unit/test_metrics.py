@@ -116,6 +116,10 @@ def test_gauges_are_those_of_the_last_report() -> None:
     assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (3, 2)
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["tapeout:bandwidth_share"] == pytest.approx(0.5)  # 1000 bytes in 2 ms of 1 MB/s
+    wider = client.stats._replace(step_reads=1.5)  # of a mixture, whose requests chose different experts
+    client.stats, of_one = wider, client.stats
+    assert values(metrics)["tapeout:bandwidth_share"] == pytest.approx(0.75)
+    client.stats = of_one
     assert not [name for name in found if "slots" in name], "a model without recurrent state"
     client.stats = client.stats._replace(slots=8, slots_held=3, slots_cached=2)
     found = values(metrics)

@@ -12,7 +12,7 @@ STATES = (
     *("slots", "slots_held", "slots_cached"),
     *("mapped_bytes", "resident_bytes"),
 )
-OF_A_STEP = ("step_seconds", "step_tokens", "step_requests")
+OF_A_STEP = ("step_seconds", "step_tokens", "step_requests", "step_reads")
 FINISHED = "finished"  # counters by reason
 COUNTERS = tuple(name for name in EngineStats._fields if name not in (*STATES, *OF_A_STEP, FINISHED))
 

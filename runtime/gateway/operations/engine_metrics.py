@@ -117,5 +117,9 @@ def resident_share(stats: EngineStats) -> float | None:
 
 
 def bandwidth_share(stats: EngineStats, weight_bytes: int, read_bandwidth: float) -> float:
-    """Weight bytes that the last step read, per second, over what the machine reads at best; 0 while idle."""
-    return weight_bytes / stats.step_seconds / read_bandwidth if stats.running and stats.step_seconds else 0.0
+    """Weight bytes that the last step read, per second, over what the machine reads at best; 0 while idle.
+
+    ``weight_bytes``: of a step of one token.
+    """
+    read = weight_bytes * stats.step_reads
+    return read / stats.step_seconds / read_bandwidth if stats.running and stats.step_seconds else 0.0
