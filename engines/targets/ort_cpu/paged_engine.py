@@ -41,7 +41,7 @@ from tapeout.state import NO_SLOT, SEQUENCE_SLOTS, Recurrent, paged_buffers, rec
 # A step is run in pieces of so many tokens: a long prompt then needs no more memory than a short one, and activations
 # stay in the processor's caches.
 RUN_TOKENS = 256
-# Float weights that are left in their file may be read from the disk again in each run: fewer runs, for more memory.
+# Weights that are left in their file may be read from the disk again in each run: fewer runs, for more memory.
 MAPPED_RUN_TOKENS = 1024
 MAX_BATCH = 1024
 # Memory of blocks that one call makes ready, one block at least: 2 MB take about a millisecond. 64 decodes of the
@@ -73,7 +73,7 @@ class PagedEngine(WholeSteps):
         require_slots(slots, io.slot_bytes)
         library = library_of(bundle)
         options = cpu_options(threads, library, bundle.record.operator_counts, chooses=True)
-        mapped = keep_mapped(options, bundle) and bundle.record.precision == "float32"
+        mapped = (keep_mapped(options, bundle) and bundle.record.precision == "float32") or map_experts
         self._run_tokens = MAPPED_RUN_TOKENS if mapped else RUN_TOKENS
         if "RotaryEmbedding" in bundle.record.operator_counts:
             # ONNX Runtime's refuses more tokens, of whatever sequences, than its table has positions.
