@@ -8,8 +8,6 @@
 
    A session may be given the file to leave the weights of experts in: a step reads a few experts, and what the memory has no
    room for the system reads again when it is needed. */
-#define _POSIX_C_SOURCE 200809L /* O_CLOEXEC */
-
 #include "memory.h"
 #include "step.h"
 
@@ -607,7 +605,7 @@ static Status* create_provider(Factory* factory, const Device* const* devices, c
   p->threads = threads ? create_threads(threads) : NULL;
   p->chooses = session_number(factory->ort, options, "tapeout.choose_threads") != 0;
   p->operators = create_operators(p->threads);
-  p->file = *path ? open(path, O_RDONLY | O_CLOEXEC) : NO_FILE;
+  p->file = *path ? open(path, O_RDONLY) : NO_FILE;
   if (*path && p->file == NO_FILE) {
     release_provider(factory, p);
     return failure(factory->ort, ERROR_FAIL, "the file of weights cannot be opened");
