@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from tapeout.artifact import Frozen, ParentTypes, Record
 from tapeout.fingerprint import Fingerprint
+from tapeout.operators.experts import share_read
 from tapeout.state import SEQUENCE_SLOTS, LayerState, slot_bytes, token_bytes
 
 # What tokenizing and chat need beside the engine, as far as the model has it.
@@ -19,6 +20,7 @@ OFFSETS, STARTS, BLOCK_TABLE = "offsets", "starts", "block_table"
 SLOT_MAPPING, ATTENTION_METADATA = "slot_mapping", "attention_metadata"
 SLOTS = "slots"  # int32 [B]: of recurrent state, only where a layer has some
 BLOCK_TOKENS = 64  # of a KV block on ort-cpu: a tile of keys of the attention kernel lies in one block
+WEIGHTS_FILE = "weights.bin"  # of a lowered graph: all initializers that are not small
 NEXT_TOKENS = "next_tokens"  # output of the same graph
 
 
@@ -118,6 +120,14 @@ class LinearOutput(Frozen):
     parts: tuple[int, ...] = ()
 
 
+class ExpertWeights(Frozen):
+    """Experts of all layers that have so many, of which a token chooses so many. ``weight_bytes``: of all of them."""
+
+    experts: int
+    chosen: int
+    weight_bytes: int
+
+
 class LoweredRecord(Record):
     """The record of a lowered graph, whether it runs as it is or is compiled further."""
 
@@ -133,9 +143,17 @@ class LoweredRecord(Record):
     passes: tuple[PassReport, ...]
     weight_bytes: int
     step_bytes: int  # weights that a decode step at batch 1 reads: all but the embedding, and experts not chosen
+    experts: tuple[ExpertWeights, ...] = ()
     plan: dict[str, str]  # linear group -> operator and scheme
     linear_outputs: tuple[LinearOutput, ...]
     stop_tokens: tuple[int, ...]
+
+    def step_bytes_of(self, tokens: int) -> float:
+        """Weights that a step of so many tokens is expected to read, where each expert is as likely as the others."""
+        return self.step_bytes + sum(
+            one.weight_bytes * (share_read(tokens, one.chosen, one.experts) - share_read(1, one.chosen, one.experts))
+            for one in self.experts
+        )
 
     def fields(self) -> dict[str, Any]:
         """These fields by name, for the record of what is built from this graph."""

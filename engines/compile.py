@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from engines.bundle import TEXT_FILES, IOContract, LoweredRecord, PassReport
+from engines.bundle import TEXT_FILES, WEIGHTS_FILE, ExpertWeights, IOContract, LoweredRecord, PassReport
 from engines.graph_check import check
 from engines.kernels.operators import DOMAIN as KERNELS
 from engines.kernels.operators import EXPERTS
@@ -24,7 +24,7 @@ from tapeout.artifact import Artifact, Parents
 from tapeout.errors import BuildError
 from tapeout.operators import DOMAIN, PAST, graph_state
 from tapeout.operators.attention import AttentionNode
-from tapeout.operators.experts import DOWN_INPUT, share_read
+from tapeout.operators.experts import CHOICE_INPUT, DOWN_INPUT, share_read
 from tapeout.portable_graph import PortableGraph
 from tapeout.portable_model import load_graph
 from tapeout.progress import ProgressBar
@@ -32,7 +32,6 @@ from tapeout.resources import Needs, require
 from tapeout.state import LayerState
 
 MODEL_FILE = "model.onnx"
-WEIGHTS_FILE = "weights.bin"
 FLOAT_KV_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # by float type
 CACHE_TYPES = {  # by the dtype of a state's tensor
     "float32": ir.DataType.FLOAT,
@@ -184,6 +183,7 @@ def _write(
         passes=reports,
         weight_bytes=weight_bytes,
         step_bytes=step_bytes(model),
+        experts=expert_weights(model),
         plan=dict(sorted(lowering.plan.items())),
         linear_outputs=tuple(lowering.linear_outputs),
         stop_tokens=graph.record.stop_tokens,
@@ -273,14 +273,31 @@ def step_bytes(model: ir.Model, tokens: int = 1) -> int:
 
 
 def _share_read(weight: ir.Value, tokens: int) -> float:
+    found = _choice(weight)
+    return 1.0 if found is None else share_read(tokens, *found)
+
+
+def _choice(weight: ir.Value) -> tuple[int, int] | None:
+    """Of how many experts a token chooses how many: (chosen, experts). None for what is no weight of theirs."""
     readers = [use.node for use in weight.uses()]
     if not readers or any(node.domain != KERNELS or node.op_type not in EXPERTS for node in readers):
-        return 1.0
-    index, weights = readers[0].inputs[1], readers[0].inputs[DOWN_INPUT]  # of both operators it is [E, ..]
+        return None
+    index, weights = readers[0].inputs[CHOICE_INPUT], readers[0].inputs[DOWN_INPUT]  # of both operators it is [E, ..]
     assert weights is not None
     experts = dimension(weights, 0)
     chosen = index.shape[1] if index is not None and index.shape is not None else None
-    return share_read(tokens, chosen, experts) if isinstance(chosen, int) else 1.0
+    return (chosen, experts) if isinstance(chosen, int) else None
+
+
+def expert_weights(model: ir.Model) -> tuple[ExpertWeights, ...]:
+    found: Counter[tuple[int, int]] = Counter()
+    for value in model.graph.initializers.values():
+        if value.const_value is not None and (choice := _choice(value)):
+            found[choice] += value.const_value.nbytes
+    return tuple(
+        ExpertWeights(experts=experts, chosen=chosen, weight_bytes=size)
+        for (chosen, experts), size in sorted(found.items())
+    )
 
 
 def _require_precision(reports: Sequence[PassReport], precision: str) -> None:

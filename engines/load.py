@@ -10,6 +10,7 @@ from typing import Any
 
 from engines import targets
 from engines.bundle import EngineBundle
+from engines.kernels.operators import EXPERTS
 from engines.protocol import Engine
 from engines.target import GraphTarget, HardwareTarget, Probe, Target
 from tapeout import artifact
@@ -17,7 +18,11 @@ from tapeout.artifact import Artifact
 from tapeout.errors import ArtifactError, BuildError, FingerprintError, RequestError
 from tapeout.file_hashes import Identity, identity
 from tapeout.fingerprint import Fingerprint, require_match
+from tapeout.resources import available_memory
 from tapeout.signing import require_signed_pass
+
+# Of the available memory. Beside weights an engine needs the state of sequences and a workspace, and others need some.
+WEIGHTS_SHARE = 0.9
 
 
 def known_targets() -> tuple[str, ...]:
@@ -71,12 +76,14 @@ def load(
     snapshots: int | None = None,
     level: str = "",
     public_key: Path | None = None,
+    map_experts: bool | None = None,
 ) -> Engine:
     """Open a bundle for running. Refused if a file changed, and on hardware or libraries that it was not built for.
 
     ``threads``: 0 means every physical core, or one where that is as fast. ``slots``: sequences held at once; default
     as built. ``snapshots``: of recurrent state that are kept for prefixes; default one for each of these sequences.
     ``level``: see :func:`at_level`. ``public_key``: the bundle must have a signed PASS verdict beside it.
+    ``map_experts``: see :func:`experts_mapped`.
     """
     before = _identities(artifact.load_record(folder, EngineBundle))  # then verified, then opened
     bundle = artifact.load(folder, EngineBundle)
@@ -88,8 +95,13 @@ def load(
             expected="a model with convolutions or recurrences",
             remedy="leave --snapshots out: keys and values are shared as they are",
         )
-    target = find_target(bundle.record.target)
-    engine = target.open(at_level(bundle, level), threads=threads, slots=slots, snapshots=snapshots)
+    engine = find_target(bundle.record.target).open(
+        at_level(bundle, level),
+        threads=threads,
+        slots=slots,
+        snapshots=snapshots,
+        map_experts=experts_mapped(bundle, map_experts),
+    )
     if changed := sorted(name for name, found in _identities(bundle).items() if found != before.get(name)):
         engine.close()
         raise ArtifactError(
@@ -98,6 +110,25 @@ def load(
             remedy="find what writes there, then open it again",
         )
     return engine
+
+
+def experts_mapped(bundle: Artifact[EngineBundle], asked: bool | None = None) -> bool:
+    """Whether an engine leaves the weights of experts in their file, to be read again where memory has no room for all.
+
+    All other weights are copied to memory: every token reads them. ``asked``: None is where all weights do not fit the
+    available memory. :class:`RequestError` where it is asked for and there is nothing to leave, or no such target.
+    """
+    record = bundle.record
+    able = find_target(record.target).capabilities.maps_experts and not EXPERTS.isdisjoint(record.operator_counts)
+    if asked and not able:
+        raise RequestError(
+            f"{bundle.folder} has no experts that {record.target} can leave in their file",
+            expected="a mixture of experts that was built for ort-cpu",
+            remedy="leave --map-experts out: all weights are in memory",
+        )
+    if asked is None:
+        return able and record.weight_bytes > WEIGHTS_SHARE * available_memory()
+    return asked
 
 
 def _identities(bundle: Artifact[EngineBundle]) -> dict[str, Identity | None]:

@@ -27,6 +27,10 @@ Wanted = Literal["token", "logits", "top"]
 MOST_RANKED = 128
 
 
+def _as_one(tokens: int) -> float:
+    return 1.0
+
+
 @dataclass(frozen=True)
 class EngineCapabilities:
     """``max_tokens``: positions of a sequence. ``max_batch``: entries of a step.
@@ -38,6 +42,10 @@ class EngineCapabilities:
     ``chooses_tokens``: the likeliest token is found in the graph, without writing logits.
     ``threads``: of the processor that compute a step, as it was opened or as it chose; 0 where it does not compute.
     ``draws``: tokens are drawn and ranked where they are computed (:attr:`Entry.draw`, :attr:`Entry.ranked`).
+    ``reads``: bytes of weights that a step of so many tokens is expected to read, over those of a step of one; of a
+    mixture of experts each token may choose others.
+    ``mapped_bytes``: of weights that are left in their file, and read when memory has no room for all of them; see
+    :class:`MapsWeights`.
     ``steps_at_once``: that can have begun and not ended. With two of them, entries may follow others
     (:attr:`Entry.follows`); such engines have no recurrent state.
     """
@@ -56,6 +64,8 @@ class EngineCapabilities:
     snapshot_tokens: int = 0
     steps_at_once: int = 1
     draws: bool = False
+    mapped_bytes: int = 0
+    reads: Callable[[int], float] = _as_one
 
 
 class Filters(NamedTuple):
@@ -190,6 +200,17 @@ class WholeSteps(ABC):
     def begin(self, batch: Sequence[Entry]) -> Finish:
         results = self.step(batch)
         return lambda: results
+
+
+@runtime_checkable
+class MapsWeights(Protocol):
+    """An engine that can leave weights in their file (:attr:`EngineCapabilities.mapped_bytes`)."""
+
+    def resident_bytes(self, *, exact: bool = False) -> int | None:
+        """How many of these bytes are in memory now; an estimate, in 2 ms, unless ``exact``. None where the system does
+        not tell.
+        """
+        ...
 
 
 @runtime_checkable

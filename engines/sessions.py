@@ -28,6 +28,7 @@ MAPPED_SHARE = 0.5  # of the available memory: weights of more bytes are not cop
 # Entries of a session that native/source/provider.c reads.
 THREADS_ENTRY = "tapeout.threads"
 CHOOSE_ENTRY = "tapeout.choose_threads"
+MAPPED_ENTRY = "tapeout.mapped_experts"
 
 
 def cpu_options(
@@ -127,6 +128,11 @@ class SessionTimer:
         start = time.perf_counter()
         self._session.run_with_iobinding(self._binding)
         return time.perf_counter() - start
+
+
+def map_experts(options: ort.SessionOptions, weights: Path) -> None:
+    """Native operators leave the weights of experts in their file, as far as they have pages of their own there."""
+    options.add_session_config_entry(MAPPED_ENTRY, str(weights.resolve()))
 
 
 def keep_mapped(options: ort.SessionOptions, bundle: Artifact[EngineBundle]) -> bool:

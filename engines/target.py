@@ -94,6 +94,7 @@ class Capabilities:
     fp8_activations: bool = False  # linears over E4M3 round inputs to E4M3, by token
     timed: bool = False  # ``timer`` is implemented, so a plan can be chosen for this target
     operators: tuple[str, ...] | None = None  # of tapeout/operators; None: all, as the runtime computes their bodies
+    maps_experts: bool = False  # engines can leave the weights of experts in their file
     uneven_heads: bool = False  # attention whose keys have another size than its values
     ahead_of_time: bool = False  # a bundle for all levels is built on any machine
     schemes: tuple[Scheme, ...] = CANDIDATE_SCHEMES  # that a plan chooses from for linears
@@ -174,9 +175,17 @@ class Target(ABC, Generic[RecordT]):
 
     @abstractmethod
     def open(
-        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+        self,
+        bundle: Artifact[EngineBundle],
+        *,
+        threads: int,
+        slots: int | None,
+        snapshots: int | None = None,
+        map_experts: bool = False,
     ) -> Engine:
-        """See :func:`engines.load.load`, which checks the fingerprint before, and that there are snapshots."""
+        """See :func:`engines.load.load`, which checks the fingerprint before, and that there are snapshots, or experts
+        that this target maps.
+        """
 
     def at(self, level: str) -> Target[RecordT]:
         """The same target, pinned to one level of processors: bundles carry its kernels only."""

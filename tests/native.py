@@ -15,14 +15,17 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
+from engines.bundle import WEIGHTS_FILE
+from engines.compile import MODEL_FILE, write_weights
 from engines.kernels.cpu import LEVELS, Level, compiler
 from engines.kernels.cpu.kernel_set import CpuKernels
 from engines.kernels.operators import DOMAIN
 from engines.passes.onnxruntime import block_linears
-from engines.sessions import cpu_options, open_session
+from engines.sessions import cpu_options, map_experts, open_session
 from engines.targets.ort_cpu import library
 from tapeout.quantized import QuantizedWeight
 from tests.lowering import model_of, named, parameter, value
@@ -133,6 +136,15 @@ def _session(
         return [np.asarray(y) for y in session.run(None, dict(zip((i.name for i in inputs), arrays, strict=True)))]
 
     return run
+
+
+def mapped_experts(model: ir.Model, folder: Path) -> ort.InferenceSession:
+    """With weights in a file of the folder; those of experts stay there, as far as they are a page or more."""
+    write_weights(model, folder / WEIGHTS_FILE)
+    ir.save(model, folder / MODEL_FILE)
+    options = cpu_options(1, library(), ["Experts"])
+    map_experts(options, folder / WEIGHTS_FILE)
+    return open_session(str(folder / MODEL_FILE), options)
 
 
 def expected(

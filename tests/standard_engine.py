@@ -35,7 +35,13 @@ class StandardTarget(GraphTarget):
         return Passes((rotary_tables, linears, fixed_kv_cache, logit_positions, linear_kernels))
 
     def open(
-        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+        self,
+        bundle: Artifact[EngineBundle],
+        *,
+        threads: int,
+        slots: int | None,
+        snapshots: int | None = None,
+        map_experts: bool = False,
     ) -> StandardEngine:
         return StandardEngine(bundle, threads=threads, slots=slots or bundle.record.io.slots)
 

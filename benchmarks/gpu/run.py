@@ -86,7 +86,8 @@ def step_seconds(engine: Sequences, prompt: Sequence[int], batch: int, steps: in
     engine.prefill(0, prompt)
     for slot in range(1, batch):
         engine.copy_slot(0, slot, len(prompt))
-    tokens, seconds = [prompt[-1]] * batch, list[float]()
+    # Equal ones would all choose the same experts of a mixture.
+    tokens, seconds = [prompt[-1 - slot % len(prompt)] for slot in range(batch)], list[float]()
     for step in range(WARMUP_STEPS + steps):
         start = time.perf_counter()
         tokens = engine.decode(tokens, [len(prompt) + step] * batch).argmax(axis=1).tolist()

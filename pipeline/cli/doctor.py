@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from engines.bundle import EngineBundle, IOContract
 from engines.kernels import cpu as native
-from engines.load import at_level, find_target
+from engines.load import at_level, experts_mapped, find_target
 from pipeline.registry.tracking import probe, public_uri, sqlite_path, tracking_uri, unreachable
-from tapeout.artifact import load
+from tapeout.artifact import Artifact, load
 from tapeout.errors import TapeoutError
 from tapeout.fingerprint import amx_refusal, cpu_features
 from tapeout.recipe import Build
@@ -339,7 +339,17 @@ def bundle(folder: Path) -> Finding:
     except TapeoutError as error:
         return Finding(subject, Status.BROKEN, f"no: {error.found}", error.remedy)
     target = f"{found.record.target}{hardware.level and f':{hardware.level}'}"
-    return Finding(subject, Status.OK, f"yes: {target}, {found.record.precision}{_state(found.record.io)}")
+    kept = f"{_state(found.record.io)}{_experts(found)}"
+    return Finding(subject, Status.OK, f"yes: {target}, {found.record.precision}{kept}")
+
+
+def _experts(bundle: Artifact[EngineBundle]) -> str:
+    if not experts_mapped(bundle):
+        return ""
+    return (
+        f"; weights of {bundle.record.weight_bytes / 1e9:.1f} GB do not fit the {available_memory() / 1e9:.1f} GB of "
+        "memory that is available: experts are left in their file, and read from the disk again and again"
+    )
 
 
 def _state(io: IOContract) -> str:

@@ -130,7 +130,15 @@ def engine_settings(options: EngineOptions, public_key: Path | None) -> EngineSe
     memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
     key = public_key and str(public_key)
     snapshots, share = (None, None) if options.snapshots is None else parse_snapshots(options.snapshots)
-    return EngineSettings(options.threads, options.slots, memory, key, snapshots=snapshots, snapshot_share=share)
+    return EngineSettings(
+        options.threads,
+        options.slots,
+        memory,
+        key,
+        snapshots=snapshots,
+        snapshot_share=share,
+        map_experts=options.map_experts,
+    )
 
 
 def engine_limits(options: EngineOptions, approved: Approved, source: str, *, unsafe: bool) -> Limits:

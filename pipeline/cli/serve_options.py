@@ -36,6 +36,13 @@ class EngineOptions:
             "them: a number, or a share of all memory of state such as 25%; by default one for each of --slots.",
         ),
     ] = None
+    map_experts: Annotated[
+        bool | None,
+        typer.Option(
+            help="Leave the weights of experts in their file, from which the system reads what memory has no room for; "
+            "by default where all weights do not fit the memory that is available.",
+        ),
+    ] = None
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")] = 1024
     max_running: Annotated[
         int | None, typer.Option(min=1, help="Requests that run at once; by default 64, or as many as were measured.")

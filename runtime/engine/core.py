@@ -78,7 +78,7 @@ class EngineCore:
         )
         limits = pools.within(replace(limits, max_running=min(limits.max_running, has.max_batch)))
         self._paged, self._recurrent = pools.paged, pools.recurrent
-        self.scheduler = Scheduler(pools.cache, limits)
+        self.scheduler = Scheduler(pools.cache, limits, has.reads)
         self.blocks = BlockStore(engine, self._paged.pool)
         self.routing = RoutingReports(self._paged.pool, self._recurrent.pool, self.load)
         self._sampler = sampler or BatchSampler(has.vocab_size)
@@ -86,7 +86,7 @@ class EngineCore:
         # Where a sequence is one block, several tokens of a sequence are fed alone, and drafts never pay.
         self._drafting = Drafting(self.scheduler, limits.max_draft_tokens if has.shares_blocks and trims else 0)
         self._most_begun = has.steps_at_once if trims else 1
-        self._begun, self._counters = RunningSteps(engine), CoreCounters(clippings)
+        self._begun, self._counters = RunningSteps(engine), CoreCounters(clippings, engine)
         self._active: dict[str, ActiveRequest] = {}
         self._deltas: list[Delta] = []  # since the last report
         self._refusals: list[RefusedRequest] = []

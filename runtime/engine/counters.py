@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from engines.kernels.serving import Clippings
+from engines.protocol import Engine, MapsWeights
+from engines.weight_pages import major_faults
 from runtime.engine.active import ActiveRequest
 from runtime.engine.block_store import BlockStore
 from runtime.engine.cache.blocks import BlockPool
@@ -16,10 +19,17 @@ from runtime.wire.messages import EngineStats
 
 CLIPPING_STEPS = 16  # between two reads of the kernels' counts of clipped values, of 10 µs each, while requests run
 
+LOOK_SECONDS = 10.0  # between two looks at which weights are in memory, of 1 to 2 ms each
+
 
 class CoreCounters:
-    def __init__(self, clippings: Clippings) -> None:
+    def __init__(self, clippings: Clippings, engine: Engine) -> None:
         self._clippings, self._clipped = clippings, clippings()
+        self._reads = engine.capabilities.reads
+        self._mapped_bytes = engine.capabilities.mapped_bytes
+        self._maps = engine if self._mapped_bytes and isinstance(engine, MapsWeights) else None
+        self._resident: int | None = None
+        self._looked, self._faults = -math.inf, major_faults()
         self._ended = 0.0  # when the last step did
         self._finished: Counter[str] = Counter()
         self._prefix_queries = self._prefix_hits = self._prefix_lost = 0
@@ -47,7 +57,7 @@ class CoreCounters:
         running = scheduler.running
         if not running or self.steps % CLIPPING_STEPS == 0:
             self._clipped = self._clippings()
-        values = self._clipped
+        values, resident = self._clipped, self._resident_bytes()
         return EngineStats(
             running=running,
             waiting=scheduler.waiting,
@@ -79,4 +89,14 @@ class CoreCounters:
             blocks_fetched=store.fetched,
             blocks_sent=store.sent,
             fetches_failed=store.failed,
+            mapped_bytes=0 if resident is None else self._mapped_bytes,
+            resident_bytes=resident or 0,
+            step_reads=self._reads(max(1, self._step_tokens)),
+            page_faults=major_faults() - self._faults if self._maps else 0,
         )
+
+    def _resident_bytes(self) -> int | None:
+        """Of weights that are left in their file."""
+        if self._maps is not None and self._ended >= self._looked + LOOK_SECONDS:
+            self._resident, self._looked = self._maps.resident_bytes(), self._ended
+        return self._resident

@@ -33,7 +33,7 @@ class Drafting:
         if not self._most or self._scheduler.feeds_prompts:
             return False
         costs, running = self._scheduler.costs, self._scheduler.running  # all of them decode
-        return not costs.plain_due(running) and costs.worth(running) <= MOST_WORTH
+        return not costs.plain_due(running) and costs.worth(running, self._most) <= MOST_WORTH
 
     def drafts(self, requests: Mapping[str, ActiveRequest]) -> dict[str, Sequence[int]]:
         """Guesses for the requests that decode in the next step."""

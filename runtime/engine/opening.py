@@ -65,6 +65,7 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
         snapshots=snapshots,
         level=settings.level,
         public_key=public_key,
+        map_experts=settings.map_experts,
     )
     has = engine.capabilities
     here = at_level(bundle, settings.level)
@@ -83,6 +84,7 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
         level=here.record.hardware[0].level,
         moves_blocks=isinstance(engine, MovesBlocks) and not has.slots,
         slot_bytes=has.slot_bytes if has.slots else 0,
+        mapped_bytes=has.mapped_bytes,
     )
     tokenizer = folder / "tokenizer.json"
     text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None

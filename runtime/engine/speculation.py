@@ -15,7 +15,6 @@ positions of drafts that were not accepted are overwritten by the next step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -90,8 +89,8 @@ class Counts:
 class Gate:
     """How many tokens to draft for one request, from how often its drafts were accepted and what steps cost.
 
-    A draft's k-th token is accepted with probability p ** k, so tokens are drafted while that is at least what pays.
-    Where even the first does not pay, drafts pause, ever longer, and one is tried again after each pause.
+    A draft's k-th token is accepted with probability p ** k. As many are drafted as give most above what pays. Where no
+    number of them pays, drafts pause, ever longer, and one is tried again after each pause.
     """
 
     costs: StepCosts
@@ -104,11 +103,16 @@ class Gate:
 
     def length(self, requests: int) -> int:
         """Tokens to draft now, 0 to ``MOST_DRAFTED``."""
-        p, worth = self.hits / (self.hits + self.misses), max(self.costs.worth(requests), 1e-3)
-        length = int(math.log(worth) / math.log(p)) if worth < 1 else 0
+        p, length = self.hits / (self.hits + self.misses), 0
+        expected = best = 0.0  # of accepted drafts, and how many more than must be accepted to pay
+        for drafts in range(1, MOST_DRAFTED + 1):
+            expected += p**drafts
+            more = expected - drafts * self.costs.worth(requests, drafts)
+            if more >= best:
+                length, best = drafts, more
         if length >= 1:
             self.left_out, self.pause = 0, FIRST_PAUSE
-            return min(length, MOST_DRAFTED)
+            return length
         self.left_out += 1
         if self.left_out <= self.pause:
             return 0

@@ -148,7 +148,7 @@ class EngineInfo:
     block_tokens: int
     blocks: int
     block_bytes: int
-    weight_bytes: int  # that a decode step reads
+    weight_bytes: int  # that a decode step of one request reads
     stop_tokens: frozenset[int]
     threads: int = 0  # of the processor that compute a step; 0: none
     server_cores: frozenset[int] = frozenset()  # see :mod:`runtime.engine.shared_cores`
@@ -159,6 +159,7 @@ class EngineInfo:
     slot_bytes: int = 0  # of the recurrent state of one sequence
     pool: Pool = "mixed"  # what a gateway of several engines gives it
     source: str = ""  # of the bundle: an absolute folder, or models:/NAME/VERSION; empty where that was not said
+    mapped_bytes: int = 0  # of weights of experts that are left in their file
 
 
 class EngineStats(NamedTuple):
@@ -197,6 +198,12 @@ class EngineStats(NamedTuple):
     blocks_fetched: int = 0  # from other engines
     blocks_sent: int = 0  # to other engines
     fetches_failed: int = 0  # that ended before all blocks came, which were computed then
+    mapped_bytes: int = 0  # of weights that are left in their file, where the system tells what is in memory of them
+    resident_bytes: int = 0  # of these, in memory: an estimate, some seconds old
+    step_reads: float = 1.0  # weights that the last step is expected to have read, over those of a step of one token
+    page_faults: int = (
+        0  # pages that were read from a disk while the engine waited, where weights are left in their file
+    )
 
 
 class RefusedRequest(NamedTuple):

@@ -17,7 +17,7 @@ class EngineSettings:
     ``slots``: room for so many sequences of full length; as built if None. ``kv_bytes``: most memory of the KV cache,
     instead of ``slots``. ``snapshots``: of recurrent state that are kept for prefixes; one for each of these sequences
     if None. ``snapshot_share``: instead, of all memory of state, 0 to below 1. ``public_key``: a file.
-    ``public_key``, ``level``: see :func:`engines.load.load`.
+    ``public_key``, ``level``, ``map_experts``: see :func:`engines.load.load`.
     ``background``: the process runs only while no other wants the processor. ``pool``, ``source``: see
     :class:`EngineInfo`.
     """
@@ -32,6 +32,7 @@ class EngineSettings:
     snapshot_share: float | None = None
     pool: Pool = "mixed"
     source: str = ""
+    map_experts: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,7 @@ static Status* domain_add(Domain* domain, const Op* op) {
 static Status* session_entry(const Options* of, const char* key, char* value, size_t* size) {
   (void)of;
   const int chooses = !strcmp(key, "tapeout.choose_threads");
+  if (!strcmp(key, "tapeout.mapped_experts")) return create_status(1, "no such entry");
   if (!chooses && strcmp(key, "tapeout.threads")) fail("an entry of another name: %s", key);
   if (chooses ? !choose_threads_at_start : !own_threads) return create_status(1, "no such entry");
   *size = (size_t)snprintf(value, *size, "%d", chooses ? 1 : own_threads) + 1;

@@ -27,7 +27,7 @@ from runtime.engine.scheduling.work import Work
 from runtime.engine.speculation import Speculation
 from runtime.wire.codec import decode, encode
 from runtime.wire.limits import Limits, QueueFullError
-from runtime.wire.messages import Constraint, Delta, GenerateRequest, SamplingSettings, StepReport
+from runtime.wire.messages import Constraint, Delta, EngineStats, GenerateRequest, SamplingSettings, StepReport
 from tapeout.errors import RequestError
 from tests.fake_engine import HistoryEngine
 
@@ -417,6 +417,47 @@ def test_clipped_values_are_counted_at_the_end_and_now_and_then_before() -> None
     assert not core.busy and len(engine.steps) == 40
     assert all(steps - CLIPPING_STEPS < found <= steps for steps, found in enumerate(seen, start=1))
     assert seen[-1] == 40
+
+
+def test_weights_in_memory_are_looked_at_now_and_then() -> None:
+    class Mapping(CoreEngine):
+        looks = 0
+
+        def resident_bytes(self, *, exact: bool = False) -> int | None:
+            assert not exact  # which takes a second of a large model
+            self.looks += 1
+            return 300 if self.looks == 1 else None if self.looks == 2 else 200
+
+    engine = Mapping()
+    engine.capabilities = replace(engine.capabilities, mapped_bytes=1000)
+    time = 0.0
+    core = EngineCore(engine, Limits(max_draft_tokens=0), clock=lambda: time)
+    stats = core.stats()
+    assert (stats.mapped_bytes, stats.resident_bytes) == (1000, 300)
+    core.add(GenerateRequest("a", [1, 2], 40), 0)
+    looks, told = list[int](), list[tuple[int, int]]()
+    for now in range(1, 26):
+        time = float(now)
+        stats = core.step(now).stats
+        looks.append(engine.looks)
+        told.append((stats.mapped_bytes, stats.resident_bytes))
+    assert looks == [1] * 9 + [2] * 10 + [3] * 6
+    assert told == [(1000, 300)] * 9 + [(0, 0)] * 10 + [(1000, 200)] * 6  # the system may not tell
+    assert core_of_others().mapped_bytes == core_of_others().page_faults == 0
+
+
+def test_the_report_has_what_the_last_step_read() -> None:
+    engine = CoreEngine()
+    engine.capabilities = replace(engine.capabilities, reads=lambda tokens: 1 + (tokens - 1) / 10)
+    core = EngineCore(engine, Limits(max_draft_tokens=0))
+    assert core.stats().step_reads == 1
+    core.add(GenerateRequest("a", [1, 2, 3, 4, 5, 6], 2), 0)
+    assert core.step(1).stats.step_reads == 1.5
+    assert core.step(2).stats.step_reads == 1
+
+
+def core_of_others() -> EngineStats:
+    return EngineCore(CoreEngine(), Limits()).stats()
 
 
 def test_work_ahead_is_for_all_that_run_or_may_run() -> None:

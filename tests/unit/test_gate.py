@@ -1140,6 +1140,8 @@ def numbers(digest: str) -> EngineNumbers:
         prefill_tokens_per_s=2000.0,
         itl_ms={1: 10.0},
         decode_tokens_per_s={1: 100.0},
+        resident_share=1.0,
+        page_faults=0,
         peak_memory_mb=400.0,
         kv_token_bytes=1024,
         bundle_mb=120.0,

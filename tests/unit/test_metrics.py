@@ -116,6 +116,10 @@ def test_gauges_are_those_of_the_last_report() -> None:
     assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (3, 2)
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["tapeout:bandwidth_share"] == pytest.approx(0.5)  # 1000 bytes in 2 ms of 1 MB/s
+    wider = client.stats._replace(step_reads=1.5)  # of a mixture, whose requests chose different experts
+    client.stats, of_one = wider, client.stats
+    assert values(metrics)["tapeout:bandwidth_share"] == pytest.approx(0.75)
+    client.stats = of_one
     assert not [name for name in found if "slots" in name], "a model without recurrent state"
     client.stats = client.stats._replace(slots=8, slots_held=3, slots_cached=2)
     found = values(metrics)
@@ -125,6 +129,19 @@ def test_gauges_are_those_of_the_last_report() -> None:
     client.stats = client.stats._replace(blocks=0, blocks_held=0)  # of a model without attention
     found = values(metrics)
     assert found["vllm:kv_cache_usage_perc"] == 0.375 and found["tapeout:state_slot_bytes"] == 4096
+
+
+def test_the_share_of_experts_in_memory_is_told_where_it_is_known() -> None:
+    client = LocalClient()
+    metrics = Metrics(client, "m")
+    names = ("tapeout:mapped_bytes", "tapeout:resident_share")
+    assert not any(name in values(metrics) for name in names)
+    client.info = replace(client.info, mapped_bytes=4000)
+    assert [values(metrics).get(name) for name in names] == [4000, None]
+    client.stats = client.stats._replace(mapped_bytes=4000, resident_bytes=1000, page_faults=7)
+    found = values(metrics)
+    assert [found[name] for name in names] == [4000, 0.25]
+    assert found["tapeout:page_faults_total"] == 7
 
 
 def http_app(metrics: Metrics) -> FastAPI:

@@ -37,18 +37,23 @@ VERSIONS = {name: int(v) for name, v in re.findall(r"^#define (API_VERSION|OP_VE
 CALLED_HERE = {
     *("CREATE_STATUS", "RELEASE_STATUS", "CREATE_DOMAIN", "DOMAIN_ADD", "RELEASE_DOMAIN", "SESSION_ENTRY"),
     *("TENSOR_DATA", "TENSOR_TYPE_SHAPE", "PARALLEL_FOR"),
+    *("EXTERNAL_OFFSET", "EXTERNAL_SIZE", "RELEASE_EXTERNAL"),
 }
 UNUSED = {"ATTRIBUTE_FLOAT"}  # only operators of steps ask for it, and step.c answers
 IN_SESSIONS = sorted({*PLACES, *PROVIDER_PLACES} - CALLED_HERE - UNUSED)
 # Entries that only this test calls.
 GET_ERROR_CODE, GET_ERROR_MESSAGE, CREATE_OPTIONS, ADD_DOMAIN, CREATE_TENSOR, CREATE_MEMORY_INFO = 1, 2, 10, 28, 49, 69
 RELEASE_MEMORY_INFO, RELEASE_VALUE, RELEASE_OPTIONS = 94, 96, 100
-ADD_ENTRY = 130
+ADD_ENTRY, CREATE_EXTERNAL = 130, 389
 FLOAT = 1
 
 
 class Base(Structure):
     _fields_ = (("get", ctypes.CFUNCTYPE(c_void_p, c_uint32)), ("version", ctypes.CFUNCTYPE(c_char_p)))
+
+
+class Allocated(Structure):
+    _fields_ = (("sizes", c_size_t * 10),)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +88,7 @@ def test_the_runtime_is_the_one_that_is_supported(base: Base) -> None:
 
 
 def test_every_place_is_an_entry_of_its_own(base: Base) -> None:
-    assert len(PLACES) == len(set(PLACES.values())) == 32 and len(PROVIDER_PLACES) == 2
+    assert len(PLACES) == len(set(PLACES.values())) == 36 and len(PROVIDER_PLACES) == 2
     table = ctypes.cast(base.get(VERSIONS["API_VERSION"]), POINTER(c_void_p))
     assert all(table[place] for place in PLACES.values())
 
@@ -134,6 +139,28 @@ def test_data_type_and_shape_of_a_tensor_are_read(base: Base) -> None:
     call(base, RELEASE_MEMORY_INFO, memory, result=None)
 
 
+def test_a_place_in_a_file_is_read_and_released(base: Base) -> None:
+    def taken() -> int:
+        find = ctypes.CDLL(None).mallinfo2
+        find.restype = Allocated
+        return find().sizes[7]  # uordblks
+
+    def look() -> None:
+        assert (
+            call(base, CREATE_EXTERNAL, *(c_char_p(b"file" * 1000), c_int64(4096), c_size_t(77), byref(found))) is None
+        )
+        assert call(base, PLACES["EXTERNAL_OFFSET"], found, result=c_int64) == 4096
+        assert call(base, PLACES["EXTERNAL_SIZE"], found, result=c_size_t) == 77
+        call(base, PLACES["RELEASE_EXTERNAL"], found, result=None)
+
+    found = c_void_p()
+    look()
+    before = taken()
+    for _ in range(1000):
+        look()
+    assert taken() < before + 1000 * 4000  # the bytes of their paths
+
+
 def test_a_parallel_for_needs_a_context(base: Base) -> None:
     status = call(base, PLACES["PARALLEL_FOR"], None, None, c_size_t(2), c_size_t(0), None)
     assert error(base, status)[1] == "Invalid context"
@@ -142,13 +169,24 @@ def test_a_parallel_for_needs_a_context(base: Base) -> None:
 # A step with attributes of both kinds, one with values of its own, and an operator that ONNX Runtime runs. Each library
 # has a process of its own.
 SESSIONS = """
-import json, os, sys
+import json, os, sys, tempfile
 import numpy as np
 import tests.native as kernels
+import tests.unit.test_native_experts as experts
 import tests.unit.test_native_steps as steps
 from pathlib import Path
+from engines.weight_pages import shared_extents
+from tapeout.operators.experts import ExpertGate
 from tapeout.schemes import Scheme
 from tests.random_linears import random_linear
+
+def run_mapped(folder):
+    ups, down = experts.random(3, 40, 32, seed=1), experts.random(3, 32, 40, seed=2)
+    gate, x, (index, weight) = ExpertGate("relu2"), experts.random(5, 32), experts.choices(5, 2, 3, 0)
+    session = kernels.mapped_experts(experts.experts_model(gate, None, ups, down), Path(folder))
+    assert shared_extents(Path(folder) / "weights.bin")
+    wanted = experts.mixed(gate, None, ups, down, None, x, index, weight)
+    np.testing.assert_allclose(experts.run(session, x, index, weight), wanted, rtol=1e-4, atol=1e-4)
 
 def run(library):
     kernels.library = lambda: Path(library)
@@ -159,6 +197,8 @@ def run(library):
     assert steps.same(steps.session(Path(library)).run(steps.OUTPUTS, {"x": x}), steps.node_by_node(x))
     (rows,) = kernels.gather_session(linear)(np.array([[39, 0]]))
     assert np.isfinite(rows).all()
+    with tempfile.TemporaryDirectory() as folder:
+        run_mapped(folder)
 
 def ends_well(library):
     child = os.fork()

@@ -38,14 +38,9 @@ def tiled(parts: list[Matrix]) -> Matrix:
     return np.ascontiguousarray(np.concatenate([tiles_of(part) for part in parts], axis=1).transpose(0, 1, 3, 2))
 
 
-def session(
-    gate: ExpertGate,
-    gates: Matrix | None,
-    ups: Matrix,
-    down: Matrix,
-    biases: list[Matrix] | None = None,
-    threads: int = 1,
-) -> ort.InferenceSession:
+def experts_model(
+    gate: ExpertGate, gates: Matrix | None, ups: Matrix, down: Matrix, biases: list[Matrix] | None = None
+) -> ir.Model:
     """``gates`` and ``ups`` ``[E, I, H]``, ``down`` ``[E, H, I]``; ``biases`` of each in order, ``[E, I or H]``."""
     x = value("x", ["batch", "tokens", ups.shape[2]])
     index = value("index", ["tokens", "chosen"], ir.DataType.INT64)
@@ -62,6 +57,19 @@ def session(
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     model = model_of([x, index, weight], [named("y", node.outputs[0])])
     model.opset_imports[DOMAIN] = 1
+    return model
+
+
+def session(
+    gate: ExpertGate,
+    gates: Matrix | None,
+    ups: Matrix,
+    down: Matrix,
+    biases: list[Matrix] | None = None,
+    threads: int = 1,
+) -> ort.InferenceSession:
+    """See :func:`experts_model`."""
+    model = experts_model(gate, gates, ups, down, biases)
     return open_session(ir.to_proto(model).SerializeToString(), cpu_options(threads, library(), ["Experts"]))
 
 

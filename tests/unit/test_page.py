@@ -154,6 +154,13 @@ def test_gauges_show_what_the_engine_reports(
         "aria-valuenow", f"{round(1000 * 3 / 16) / 10:g}"
     )
     playwright.expect(page.locator("#slots")).to_be_visible()
+    playwright.expect(page.locator("#experts")).to_be_hidden()
+    client.info = replace(client.info, mapped_bytes=3_000_000_000)
+    playwright.expect(page.locator("#experts")).to_contain_text("an unknown part of 3.0 GB of experts in memory")
+    client.stats = client.stats._replace(mapped_bytes=4000, resident_bytes=1000, page_faults=7)
+    playwright.expect(page.locator("#experts")).to_have_text(
+        "25.0 % of 3.0 GB of experts in memory, 7 pages read from disk"
+    )
     client.healthy = False
     playwright.expect(page.locator("#status")).to_contain_text("the engine has not reported")
 

@@ -15,6 +15,8 @@ from runtime.engine.scheduling.step_costs import (
     PLAIN_AFTER,
     StepCosts,
 )
+from runtime.engine.speculation import Gate
+from tapeout.operators.experts import share_read
 
 
 def costs() -> StepCosts:
@@ -174,3 +176,86 @@ def test_prompts_may_always_make_a_step_last_some_milliseconds() -> None:
     made.observe(1, 0, 0, 0.002)
     made.observe(0, 256, 0, 0.0256)
     assert made.prompt_budget(1, 4096, 0) == pytest.approx(55, abs=1)
+
+
+def reads(tokens: int) -> float:
+    """Of Qwen3-30B-A3B in 4.5 bits: 0.96 of the 1.7 GB that a step of one token reads are 8 of 128 experts."""
+    return 1 + 0.56 * (share_read(tokens, 8, 128) / share_read(1, 8, 128) - 1)
+
+
+def mixture_seconds(decodes: int, more: int) -> float:
+    return 0.063 * reads(decodes + more) + 0.0003 * decodes + 0.005 * more
+
+
+def served(made: StepCosts, counts: tuple[int, ...]) -> tuple[dict[int, list[float]], float]:
+    """Of a thousand steps with such numbers of decodes in turn: how long those with prompts were, over their bound, by
+    the number of decodes; and prompt tokens a second.
+    """
+    noise, taken, tokens = random.Random(1), 0.0, 0
+    lengths: dict[int, list[float]] = {count: [] for count in counts}
+    for number in range(1000):
+        count = noise.choice(counts)
+        fed = made.prompt_budget(count, 256, 0) if noise.random() < 0.7 else 0
+        seconds = mixture_seconds(count, fed) * noise.uniform(0.97, 1.03)
+        if fed and number > 50:
+            lengths[count].append(mixture_seconds(count, fed) / (1.5 * mixture_seconds(count, 0)))
+        made.observe(count, fed, 0, seconds)
+        taken, tokens = taken + seconds, tokens + fed
+    return lengths, tokens / taken
+
+
+@pytest.mark.parametrize("counts", [(8, 32), (16, 64)])
+def test_steps_of_a_mixture_use_their_bound_beside_any_number_of_decodes(counts: tuple[int, int]) -> None:
+    """Planted: a prompt token costs the same beside few decodes, where it reads experts of its own, and beside many."""
+    lengths, speed = served(StepCosts(reads=reads), counts)
+    without, slow = served(StepCosts(), counts)
+    many = max(counts)
+    assert all(max(lengths[count]) < 1.15 for count in counts) and min(lengths[many]) > 0.9
+    assert any(max(without[count]) > 1.15 for count in counts) and min(without[many]) < 0.85
+    assert speed > 1.3 * slow
+
+
+def test_what_was_measured_beside_as_many_decodes_has_the_experts_in_it() -> None:
+    """So nothing has to be known of them where the number of decodes stays."""
+    lengths, speed = served(StepCosts(reads=reads), (32,))
+    without, known = served(StepCosts(), (32,))
+    assert speed == pytest.approx(known, rel=0.05)
+    assert max(without[32]) < 1.1 and max(lengths[32]) < 1.1
+    made = StepCosts()
+    for decodes in (1, 4, 16, 64):
+        made.observe(decodes, 0, 0, mixture_seconds(decodes, 0))
+    assert made.decode_seconds(64) == mixture_seconds(64, 0) > 8 * made.decode_seconds(1)
+
+
+def test_a_number_of_decodes_that_was_not_seen_reads_other_experts() -> None:
+    made = StepCosts(reads=reads)
+    made.observe(1, 0, 0, 0.063)
+    assert made.decode_seconds(16) == pytest.approx(0.063 * reads(16))
+    made.observe(16, 0, 0, 0.3)
+    assert made.decode_seconds(16) == 0.3
+
+
+def test_drafts_of_a_mixture_pay_beside_many_decodes_and_not_beside_one() -> None:
+    """Planted: a cost that was learned beside 64, where all experts are read in any case."""
+    known, unaware = StepCosts(reads=reads), StepCosts()
+    for made in (known, unaware):
+        made.observe(1, 0, 0, mixture_seconds(1, 0))
+        made.observe(64, 0, 0, mixture_seconds(64, 0))
+        for _ in range(9):
+            made.observe(64, 0, 64, mixture_seconds(64, 64))
+
+    def slower(decodes: int, drafts: int) -> float:
+        """How much longer a step is for each draft of each request, relative to one without."""
+        return (mixture_seconds(decodes, decodes * drafts) / mixture_seconds(decodes, 0) - 1) / drafts
+
+    assert known.worth(64) == pytest.approx(slower(64, 1), rel=0.1)
+    assert unaware.worth(64) == pytest.approx(slower(64, 1), rel=0.1)
+    for drafts in (1, 4, 8):
+        assert known.worth(1, drafts) == pytest.approx(slower(1, drafts), rel=0.15)
+        assert unaware.worth(1, drafts) < 0.2 * slower(1, drafts)
+    assert known.worth(1) > known.worth(1, 8) + 0.1  # the first reads experts that others choose as well
+    # So either many drafts pay, or none.
+    few, many = (Gate(known, hits=accepted, misses=1 - accepted).length(1) for accepted in (0.5, 0.9))
+    assert few == 0 and many >= 6
+    assert Gate(unaware, hits=0.5, misses=0.5).length(1) >= 3
+    assert StepCosts(reads=reads).worth(1) == 0.5

@@ -55,7 +55,7 @@ class MyChip(HardwareTarget):
     def passes(self):
         return TENSORRT.passes()
 
-    def open(self, bundle, *, threads, slots, snapshots=None):
+    def open(self, bundle, *, threads, slots, snapshots=None, map_experts=False):
         raise NotImplementedError
 
     def compile(self, lowered, folder, wanted):

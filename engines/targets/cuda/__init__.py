@@ -156,7 +156,13 @@ class Cuda(GraphTarget):
         return bundle.model_copy(update={"hardware": hardware})
 
     def open(
-        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+        self,
+        bundle: Artifact[EngineBundle],
+        *,
+        threads: int,
+        slots: int | None,
+        snapshots: int | None = None,
+        map_experts: bool = False,
     ) -> Engine:
         from engines.targets.cuda.engine import open_engine
 

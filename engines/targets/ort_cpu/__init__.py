@@ -49,6 +49,7 @@ class OrtCpu(GraphTarget):
         int8_activations=True,
         timed=True,
         uneven_heads=True,
+        maps_experts=True,
     )
 
     @property
@@ -166,12 +167,18 @@ class OrtCpu(GraphTarget):
         return bundle.model_copy(update={"hardware": hardware})
 
     def open(
-        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+        self,
+        bundle: Artifact[EngineBundle],
+        *,
+        threads: int,
+        slots: int | None,
+        snapshots: int | None = None,
+        map_experts: bool = False,
     ) -> Engine:
         from engines.targets.ort_cpu.paged_engine import PagedEngine
 
         sequences = slots or bundle.record.io.slots
-        return PagedEngine(bundle, threads=threads, sequences=sequences, snapshots=snapshots)
+        return PagedEngine(bundle, threads=threads, sequences=sequences, snapshots=snapshots, map_experts=map_experts)
 
     def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         from engines.probe import OrtProbe

@@ -8,7 +8,9 @@ memory until it is written, or made ready shortly before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 
@@ -20,23 +22,26 @@ from engines.bundle import (
     OFFSETS,
     SLOTS,
     STARTS,
+    WEIGHTS_FILE,
     EngineBundle,
 )
 from engines.kernels.cpu.serving import library_of
 from engines.protocol import EngineCapabilities, Entry, FloatArray, Result, WholeSteps
 from engines.sessions import cpu_options, keep_mapped, open_session, threads_of
+from engines.sessions import map_experts as leave_experts
 from engines.state_buffers import bind_state
 from engines.state_slots import UNKNOWN, StateSlots
 from engines.step_inputs import StepPiece, check, not_finite, result_of, runs
 from engines.targets.ort_cpu.buffers import BlockMemory, Bound, require_slots, zeros
+from engines.weight_pages import WeightPages, shared_extents
 from tapeout.artifact import Artifact
-from tapeout.errors import RequestError
+from tapeout.errors import BuildError, RequestError
 from tapeout.state import NO_SLOT, SEQUENCE_SLOTS, Recurrent, paged_buffers, recurrent_buffers
 
 # A step is run in pieces of so many tokens: a long prompt then needs no more memory than a short one, and activations
 # stay in the processor's caches.
 RUN_TOKENS = 256
-# Float weights that are left in their file may be read from the disk again in each run: fewer runs, for more memory.
+# Weights that are left in their file may be read from the disk again in each run: fewer runs, for more memory.
 MAPPED_RUN_TOKENS = 1024
 MAX_BATCH = 1024
 # Memory of blocks that one call makes ready, one block at least: 2 MB take about a millisecond. 64 decodes of the
@@ -49,10 +54,17 @@ class PagedEngine(WholeSteps):
     """See :class:`engines.protocol.Engine`. ``sequences``: of full length, that there is memory for.
 
     ``snapshots``: of recurrent state that are kept beside that of sequences; by default as many as these.
+    ``map_experts``: weights of experts are left in their file. :class:`BuildError` where its kernels cannot do that.
     """
 
     def __init__(
-        self, bundle: Artifact[EngineBundle], *, threads: int, sequences: int, snapshots: int | None = None
+        self,
+        bundle: Artifact[EngineBundle],
+        *,
+        threads: int,
+        sequences: int,
+        snapshots: int | None = None,
+        map_experts: bool = False,
     ) -> None:
         io = bundle.record.io
         blocks = sequences * -(-io.max_tokens // BLOCK_TOKENS) if io.token_bytes else 0
@@ -61,12 +73,16 @@ class PagedEngine(WholeSteps):
         require_slots(slots, io.slot_bytes)
         library = library_of(bundle)
         options = cpu_options(threads, library, bundle.record.operator_counts, chooses=True)
-        mapped = keep_mapped(options, bundle) and bundle.record.precision == "float32"
+        mapped = (keep_mapped(options, bundle) and bundle.record.precision == "float32") or map_experts
         self._run_tokens = MAPPED_RUN_TOKENS if mapped else RUN_TOKENS
         if "RotaryEmbedding" in bundle.record.operator_counts:
             # ONNX Runtime's refuses more tokens, of whatever sequences, than its table has positions.
             self._run_tokens = min(self._run_tokens, io.max_tokens)
+        weights = bundle.folder / WEIGHTS_FILE
+        if map_experts:
+            leave_experts(options, weights)
         self._session = open_session(str(bundle.folder / "model.onnx"), options)
+        self._weights = _mapped(weights) if map_experts else None
         self.digest = bundle.digest
         self.capabilities = EngineCapabilities(
             block_tokens=BLOCK_TOKENS,
@@ -80,6 +96,8 @@ class PagedEngine(WholeSteps):
             threads=threads_of(threads, library),
             slots=slots,
             slot_bytes=io.slot_bytes,
+            reads=partial(_reads, bundle.record),
+            mapped_bytes=self._weights.size if self._weights else 0,
             snapshot_tokens=max((one.snapshot_tokens for one in io.state if isinstance(one, Recurrent)), default=0),
         )
         self._slots = StateSlots(slots)
@@ -142,6 +160,9 @@ class PagedEngine(WholeSteps):
         for buffer in self._state.values():
             buffer[target] = buffer[source]
 
+    def resident_bytes(self, *, exact: bool = False) -> int | None:
+        return self._weights.resident(exact=exact) if self._weights else None
+
     def _block_parts(self, block: int, content: memoryview) -> Iterator[tuple[memoryview, slice, slice]]:
         """The bytes of each buffer, where a block is in them, and its place in the block's content.
 
@@ -162,6 +183,8 @@ class PagedEngine(WholeSteps):
         self._bound.clear()
         self._memory.clear()
         self._state.clear()
+        if self._weights:
+            self._weights.close()
         vars(self).pop("_session", None)  # it holds the weights; an engine may be closed twice
 
     def _keep(self, run: Sequence[StepPiece]) -> None:
@@ -228,6 +251,21 @@ class PagedEngine(WholeSteps):
             first += len(piece.positions)
             lacks = not finite and found.min() < 0
             _add(results, piece.entry, Result(error=not_finite()) if lacks else Result(tokens=found))
+
+
+def _reads(record: EngineBundle, tokens: int) -> float:
+    """See :class:`EngineCapabilities`."""
+    return record.step_bytes_of(tokens) / record.step_bytes if record.experts else 1.0
+
+
+def _mapped(weights: Path) -> WeightPages:
+    if not (extents := shared_extents(weights)):
+        raise BuildError(
+            f"the kernels beside {weights} have copied all experts",
+            expected="kernels that can leave them in their file, and experts of a page or more",
+            remedy="build the bundle again with `dvc repro`, or open it with --no-map-experts",
+        )
+    return WeightPages(weights, extents)
 
 
 def _add(results: list[Result], number: int, new: Result) -> None:

@@ -88,7 +88,13 @@ class OrtCuda(GraphTarget):
         return EngineBundle(**lowered.fields(), target=self.name, hardware=(here,))
 
     def open(
-        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+        self,
+        bundle: Artifact[EngineBundle],
+        *,
+        threads: int,
+        slots: int | None,
+        snapshots: int | None = None,
+        map_experts: bool = False,
     ) -> Engine:
         """``threads`` has no meaning on a GPU and is ignored."""
         from engines.targets.ort_cuda.engine import CudaPagedEngine

@@ -84,7 +84,13 @@ class TensorRT(HardwareTarget):
         return compile_bundle(self, lowered, folder, wanted)
 
     def open(
-        self, bundle: Artifact[EngineBundle], *, threads: int, slots: int | None, snapshots: int | None = None
+        self,
+        bundle: Artifact[EngineBundle],
+        *,
+        threads: int,
+        slots: int | None,
+        snapshots: int | None = None,
+        map_experts: bool = False,
     ) -> Engine:
         """``threads`` has no meaning on a GPU and is ignored."""
         from engines.targets.tensorrt.engine import TensorRTEngine

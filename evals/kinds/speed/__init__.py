@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from evals.block import SPEED, Bars, Block, Roofline, Rows, Table
-from evals.check import Check, Findings, JudgedVerdict
+from evals.check import Check, Findings, JudgedVerdict, Outcome
 from evals.kind import Bounds, Evidence, EvidenceKind, EvidenceRecord, Executed, Report
 from evals.rules import Rule, broken, differing
 from tapeout.artifact import Frozen, ParentTypes, load
@@ -33,6 +33,8 @@ class EngineNumbers(Frozen):
     """Medians over the repeats of one engine. Dictionaries are keyed by batch.
 
     ``roofline_share``: weight bytes over measured read bandwidth, as a share of the step time at the smallest batch.
+    ``resident_share``: the least share in memory of the weights that the engine leaves in their file; 1 where it leaves
+    none, None where the system does not tell. ``page_faults``: pages that were read from a disk while it was timed.
     ``cost_per_million_tokens``: US dollars per million generated tokens at the fastest batch.
     """
 
@@ -41,6 +43,8 @@ class EngineNumbers(Frozen):
     prefill_tokens_per_s: float
     itl_ms: dict[int, float]
     decode_tokens_per_s: dict[int, float]
+    resident_share: float | None
+    page_faults: int
     peak_memory_mb: float
     kv_token_bytes: int
     bundle_mb: float
@@ -51,7 +55,7 @@ class EngineNumbers(Frozen):
 class Benchmark(EvidenceRecord):
     artifact_type: ClassVar[str] = "Benchmark"
     remedy: ClassVar[str] = "run `dvc repro benchmark`"
-    schema_version: ClassVar[int] = 3
+    schema_version: ClassVar[int] = 4  # 4: sequences of a batch are fed different tokens; weights in memory
     parent_types: ClassVar[ParentTypes] = {"baseline": ("EngineBundle",), "candidate": ("EngineBundle",)}
 
     baseline: EngineNumbers
@@ -68,11 +72,13 @@ class SpeedSummary(Executed):
     """A Benchmark as the gate reads it: the bundles (digests) that were timed; its items are the samples.
 
     ``batches``: at which the recipe wants decoding timed. Prefill is timed once, one prompt at a time.
+    ``paged``: which engines have read weights from the disk, as clauses. Their times say how fast the disk is.
     """
 
     baseline: str
     candidate: str
     batches: tuple[int, ...]
+    paged: tuple[str, ...] = ()
 
 
 class SpeedSettings(Section):
@@ -135,6 +141,7 @@ class SpeedKind(EvidenceKind[SpeedSummary, SpeedSample, SpeedBounds]):
             baseline=timed.baseline.digest,
             candidate=timed.candidate.digest,
             batches=asked.batches,
+            paged=paged(timed),
             executed_on=timed.executed_on,
         )
         return Report(found.ref, summary, timed.samples)
@@ -149,9 +156,17 @@ class SpeedKind(EvidenceKind[SpeedSummary, SpeedSample, SpeedBounds]):
         return problems + broken("speed sample", report.items, lambda s: f"{s.phase} at batch {s.batch}", RULES)
 
     def judge(self, report: Report[SpeedSummary, SpeedSample], evidence: Evidence, bounds: SpeedBounds) -> Findings:
-        """One check for each phase and batch that was timed; :meth:`problems` refuses a report that lacks one."""
+        """One check for each phase and batch that was timed; :meth:`problems` refuses a report that lacks one.
+
+        None decides where an engine read weights from the disk.
+        """
         samples = sorted(report.items, key=lambda sample: (sample.phase, sample.batch))
-        return Findings(tuple(_check(sample, bounds) for sample in samples))
+        checks = tuple(_check(sample, bounds) for sample in samples)
+        if clauses := report.record.paged:
+            reason = f"{'; '.join(clauses)}: time both where all their weights fit the memory"
+            undecided = {"outcome": Outcome.INCONCLUSIVE, "reason": reason}
+            checks = tuple(check.model_copy(update=undecided) for check in checks)
+        return Findings(checks)
 
     def block(self, folder: Path, verdict: JudgedVerdict) -> Block:
         return speed_block(load(folder, Benchmark).record)
@@ -184,6 +199,23 @@ def _check(sample: SpeedSample, bounds: SpeedBounds) -> Check:
         confidence=bounds.confidence,
     )
     return condition.check(median_bounds(ratios, bounds.confidence))
+
+
+def paged(timed: Benchmark) -> tuple[str, ...]:
+    """See :class:`SpeedSummary`."""
+    found: list[str] = []
+    for name in ENGINES:
+        numbers: EngineNumbers = getattr(timed, name)
+        share, faults = numbers.resident_share, numbers.page_faults
+        if share is None:
+            found.append(
+                f"the {name} leaves weights in their file, and the system does not tell how many are in memory"
+            )
+        elif share < 1:
+            found.append(f"{1 - share:.3%} of the weights that the {name} leaves in their file were not in memory")
+        if faults:
+            found.append(f"the {name} waited for {faults:,} pages from the disk")
+    return tuple(found)
 
 
 def speed_block(timed: Benchmark) -> Block:
@@ -232,7 +264,7 @@ def speed_block(timed: Benchmark) -> Block:
             "roofline": roofline,
         },
         table=speed_table([(*titles[name], *values[name]) for name in titles]),
-        machine={"Threads": str(timed.threads)},
+        machine={"Threads": str(timed.threads)} | ({"Paging": "; ".join(clauses)} if (clauses := paged(timed)) else {}),
         metrics=metrics,
         plots={
             "throughput.csv": Rows(

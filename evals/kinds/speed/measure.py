@@ -1,7 +1,9 @@
 """Benchmark: latency, throughput and memory of both engines, measured in turn on this machine.
 
 Every repeat times baseline and candidate in turn at each batch, so that a busy neighbour slows both; what is compared
-is the pair. Prompts are random tokens of a fixed seed: speed does not depend on what they say.
+is the pair. Prompts and decoded tokens are random, of a fixed seed: speed does not depend on what they say. But the
+sequences of a batch are fed different ones. Of a mixture of experts equal tokens would all choose the same experts, and
+a step would read as little as one of a single sequence.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from engines.bundle import EngineBundle
 from engines.costs.bandwidth import read_bandwidth, roofline_share
+from engines.protocol import MapsWeights
 from engines.sequences import Sequences
+from engines.weight_pages import major_faults
 from evals.kind import Context
 from evals.kinds.speed import ENGINES, KIND, Benchmark, EngineNumbers, SpeedSample, SpeedSettings
 from tapeout.artifact import Artifact
@@ -31,6 +35,13 @@ PREFILL_TRIALS = 7  # a repeat is their median: one prefill is short, and easily
 # Threads of an engine that has just run spin on for some 20 ms, on the cores of the one that is timed next: 128 tokens
 # of prompt took 60 ms right after the other engine, 49 after a pause of 20 ms, 30 after 100 and alone (measured).
 REST_SECONDS = 0.1
+
+
+class _Timed(NamedTuple):
+    """``faults``: pages that the process waited for meanwhile, until they were read from a disk."""
+
+    seconds: float
+    faults: int
 
 
 def measure(context: Context, folder: Path) -> None:
@@ -72,6 +83,8 @@ def benchmark(
     bandwidth = read_bandwidth(threads)
     prompt = np.random.default_rng(seed).integers(1, baseline.vocab_size, settings.prompt_tokens).tolist()
     batches, slots = settings.batches, min(engine.slots for engine in engines.values())
+    steps = SpeedSettings.warmup_tokens + settings.new_tokens
+    fed = {batch: decoded_tokens(batch, steps, baseline.vocab_size, seed) for batch in batches}
     if max(batches) > slots:
         raise EvidenceError(
             f"benchmark.batches {list(batches)} is more than the engines' {slots} slots",
@@ -80,16 +93,23 @@ def benchmark(
         )
     prefill: dict[str, list[float]] = {name: [] for name in engines}
     decode: dict[tuple[str, int], list[float]] = {(name, b): [] for name in engines for b in batches}
+    faults = dict.fromkeys(engines, 0)
+    resident = {name: [_resident_share(engine)] for name, engine in engines.items()}
     for engine in engines.values():
         _prefill_seconds(engine, prompt)
     for _ in ProgressBar(range(settings.repeats), title="timing", unit="repeat"):
         trials = [[_prefill_seconds(engine, prompt) for engine in engines.values()] for _ in range(PREFILL_TRIALS)]
-        for name, seconds in zip(engines, zip(*trials, strict=True), strict=True):
-            prefill[name].append(median(seconds))
+        for name, timed in zip(engines, zip(*trials, strict=True), strict=True):
+            prefill[name].append(median(one.seconds for one in timed))
+            faults[name] += sum(one.faults for one in timed)
         for batch in batches:
             for name, engine in engines.items():
-                decode[name, batch].append(_step_seconds(engine, prompt, batch, settings.new_tokens))
+                timed = _step_seconds(engine, prompt, fed[batch])
+                decode[name, batch].append(timed.seconds)
+                faults[name] += timed.faults
         bandwidth = max(bandwidth, read_bandwidth(threads))
+    for name, engine in engines.items():
+        resident[name].append(_resident_share(engine))
     progress("peak memory")
 
     def numbers(name: str) -> EngineNumbers:
@@ -101,6 +121,8 @@ def benchmark(
             prefill_tokens_per_s=len(prompt) / median(prefill[name]),
             itl_ms={batch: 1e3 * step[batch] for batch in batches},
             decode_tokens_per_s=speeds,
+            resident_share=_least(resident[name]),
+            page_faults=faults[name],
             peak_memory_mb=peak_memory_mb(bundle.folder, settings.prompt_tokens, settings.new_tokens, threads),
             kv_token_bytes=bundle.record.io.token_bytes,
             bundle_mb=sum(file.size_bytes for file in bundle.files.values()) / 1e6,
@@ -129,27 +151,57 @@ def benchmark(
     return KIND.write(folder, record, parents=bundles, metrics=benchmark_metrics(record))
 
 
-def _prefill_seconds(engine: Sequences, prompt: list[int]) -> float:
-    time.sleep(REST_SECONDS)
-    start = time.perf_counter()
-    engine.prefill(0, prompt)
-    return time.perf_counter() - start
+def _resident_share(engine: Sequences) -> float | None:
+    """Of the weights that the engine leaves in their file, in memory now; 1 where it leaves none."""
+    opened, mapped = engine.engine, engine.engine.capabilities.mapped_bytes
+    if not mapped:
+        return 1.0
+    resident = opened.resident_bytes(exact=True) if isinstance(opened, MapsWeights) else None
+    return None if resident is None else resident / mapped
 
 
-def _step_seconds(engine: Sequences, prompt: list[int], batch: int, steps: int) -> float:
-    """Median seconds of one decode step of ``batch`` sequences that hold the prompt and grow by one token a step."""
+def _least(shares: list[float | None]) -> float | None:
+    """None where one is not known."""
+    known = [share for share in shares if share is not None]
+    return min(known) if len(known) == len(shares) else None
+
+
+def _prefill_seconds(engine: Sequences, prompt: list[int]) -> _Timed:
+    time.sleep(REST_SECONDS)
+    faults, start = major_faults(), time.perf_counter()
+    engine.prefill(0, prompt)
+    return _Timed(time.perf_counter() - start, major_faults() - faults)
+
+
+def decoded_tokens(batch: int, steps: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """``[steps, batch]`` tokens, different within a step as far as the vocabulary has so many.
+
+    >>> [sorted(step) for step in decoded_tokens(3, 2, 4, seed=0)]
+    [[1, 2, 3], [1, 2, 3]]
+    """
+    random = np.random.default_rng((seed, batch))
+    repeats = batch >= vocab_size
+    return [(1 + random.choice(vocab_size - 1, batch, replace=repeats)).tolist() for _ in range(steps)]
+
+
+def _step_seconds(engine: Sequences, prompt: list[int], fed: list[list[int]]) -> _Timed:
+    """Median seconds of one decode step of sequences that hold the prompt and grow by one token a step.
+
+    ``fed``: ``[steps, batch]`` tokens. Of the first steps neither time nor faults count.
+    """
     time.sleep(REST_SECONDS)
     engine.prefill(0, prompt)
-    for slot in range(1, batch):
+    for slot in range(1, len(fed[0])):
         engine.copy_slot(0, slot, len(prompt))
-    tokens = [prompt[-1]] * batch
-    seconds: list[float] = []
-    for step in range(SpeedSettings.warmup_tokens + steps):
-        lengths = [len(prompt) + step] * batch
+    seconds, faults = list[float](), 0
+    for step, tokens in enumerate(fed):
+        lengths = [len(prompt) + step] * len(tokens)
+        if step == SpeedSettings.warmup_tokens:
+            faults = major_faults()
         start = time.perf_counter()
-        tokens = engine.decode_greedy(tokens, lengths).tolist()
+        engine.decode_greedy(tokens, lengths)
         seconds.append(time.perf_counter() - start)
-    return median(seconds[SpeedSettings.warmup_tokens :])
+    return _Timed(median(seconds[SpeedSettings.warmup_tokens :]), major_faults() - faults)
 
 
 def peak_memory_mb(folder: Path, prompt_tokens: int, new_tokens: int, threads: int) -> float:
@@ -172,7 +224,7 @@ def benchmark_metrics(record: Benchmark) -> dict[str, float]:
         for key, value in numbers.model_dump(exclude={"digest"}).items():
             if isinstance(value, dict):
                 metrics |= {f"{name}.{key}.b{batch}": number for batch, number in value.items()}
-            else:
+            elif value is not None:
                 metrics[f"{name}.{key}"] = value
     return metrics
 
@@ -182,7 +234,8 @@ def _memory_run() -> None:
 
     folder, prompt_tokens, new_tokens, threads = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     engine = Sequences(load_engine(folder, threads=threads, slots=1))
-    _step_seconds(engine, [1] * prompt_tokens, 1, new_tokens)
+    steps = SpeedSettings.warmup_tokens + new_tokens
+    _step_seconds(engine, [1] * prompt_tokens, decoded_tokens(1, steps, engine.vocab_size, seed=0))
     print(_peak_bytes() / 1e6)
 
 

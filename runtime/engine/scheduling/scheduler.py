@@ -28,7 +28,7 @@ caller says what time it is, in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from runtime.engine.cache.sequences import SequenceCache
 from runtime.engine.scheduling.deadlines import Deadlines, timeouts_of
@@ -45,9 +45,14 @@ from tapeout.errors import RequestError
 
 
 class Scheduler:
-    def __init__(self, cache: SequenceCache, limits: Limits) -> None:
+    """``reads``: see :class:`StepCosts`."""
+
+    def __init__(
+        self, cache: SequenceCache, limits: Limits, reads: Callable[[int], float] = lambda tokens: 1.0
+    ) -> None:
         self.cache, self.limits = cache, limits
-        self.costs = StepCosts(limits.itl_factor, limits.itl_seconds, limits.backlog_seconds, limits.step_seconds)
+        bounds = (limits.itl_factor, limits.itl_seconds, limits.backlog_seconds, limits.step_seconds)
+        self.costs = StepCosts(*bounds, reads)
         self._order = ServiceOrder(limits)
         self._requests = Requests(cache, self._order)
         self._planner = StepPlanner(self._requests, cache, self._order, self.costs, limits)
@@ -129,7 +134,7 @@ class Scheduler:
             running=self.running,
             most_running=limits.max_running,
             chunk_tokens=chunk,
-            prompt_seconds=costs.prompt_seconds,
+            prompt_seconds=costs.prompt_seconds_beside(decodes, chunk),
             decode_seconds=costs.decode_seconds(decodes),
             answer_tokens=int(self._requests.answer_tokens or 0),
             step_seconds=self._planner.next_seconds(decodes, min(chunk, backlog), others if large else 0),

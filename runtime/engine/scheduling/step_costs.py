@@ -6,11 +6,13 @@ Pure arithmetic: no clock is read here.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 MIN_CHUNK = 8  # prompt tokens that a step may always feed, or prompts would not progress
 MIN_DRAFTS = 4  # in a step from which the cost of a draft is learned: fewer tell more of the noise
 # Steps of fewer tokens, without decodes, take as long as weights take to read, whatever a token costs.
 ALONE = 64
+MANY = 256  # tokens of a step of prompts, of which a token is said to take so long
 REMEMBERED = 5  # steps whose median counts: one that the machine has held up does not
 FORGET_DRAFTS = 64  # steps with decodes and without drafts, after which what a draft costs is found out again
 # A step without prompts and drafts is due after so many with them: by how much these are longer is not known else.
@@ -58,6 +60,11 @@ class StepCosts:
     decodes alone, is planned now and then where there would be none (:meth:`plain_due`): with drafts in every step the
     first plain one, slow since everything was cold, counted for ever (measured: 15.7 ms instead of 9.5 at 16 streams,
     so steps with prompts took 26 ms instead of 16).
+
+    In a mixture of experts tokens read experts that no other token of the step has chosen: eight prompt tokens beside
+    one decode may make it read four times as much, and beside 64 decodes hardly more. ``reads``: bytes of weights that
+    a step of so many tokens is expected to read, over those of a step of one. What is learned of prompts and drafts is
+    the time without these reads, so it holds beside any number of decodes.
     """
 
     def __init__(
@@ -66,9 +73,10 @@ class StepCosts:
         itl_seconds: float = 0.0075,
         backlog_seconds: float = 0.1,
         step_seconds: float = 1.0,
+        reads: Callable[[int], float] = lambda tokens: 1.0,
     ) -> None:
         self.itl_factor, self.itl_seconds = itl_factor, itl_seconds
-        self.backlog_seconds, self.step_seconds = backlog_seconds, step_seconds
+        self.backlog_seconds, self.step_seconds, self._reads = backlog_seconds, step_seconds, reads
         self._decodes: dict[int, _Decode] = {}  # by the least number of the class
         self._prompt, self._draft = _Typical(), _Typical()  # seconds that a token adds to a step
         self._without_drafts = 0  # steps with decodes since the last that had some
@@ -78,7 +86,8 @@ class StepCosts:
         """One step: ``decodes`` sequences fed one token each, and beside them tokens of prompts or drafts."""
         if seconds <= 0 or not decodes + prompt_tokens:
             return
-        more = max(seconds - self.decode_seconds(decodes), 0.1 * seconds)
+        read = self._reading(decodes, prompt_tokens + drafts)
+        more = max(seconds - self.decode_seconds(decodes) - read, 0.1 * seconds)
         if not drafts and prompt_tokens >= (MIN_CHUNK if decodes else ALONE):
             self._prompt.add(more / prompt_tokens)
         elif not prompt_tokens and drafts >= MIN_DRAFTS:
@@ -103,23 +112,38 @@ class StepCosts:
         return known.others >= (FIRST_PLAIN_AFTER if len(known.seconds) < FIRST_PLAIN else PLAIN_AFTER)
 
     def decode_seconds(self, decodes: int) -> float:
-        """Of a step without prompts; of the nearest number of decodes that was seen. 0 if there was none."""
+        """Of a step without prompts; drawn from the nearest number of decodes that was seen. 0 if there was none."""
         if not decodes:
             return 0.0
         known = self._decodes.get(_least_of_class(decodes))
         if known and known.seconds:
             return known.seconds.median
         seen = [least for least, other in self._decodes.items() if other.seconds]
-        return self._decodes[min(seen, key=lambda least: abs(least - decodes))].seconds.median if seen else 0.0
+        if not seen:
+            return 0.0
+        nearest = min(seen, key=lambda least: abs(least - decodes))
+        return self._decodes[nearest].seconds.median * self._reads(decodes) / self._reads(nearest)
 
-    def worth(self, decodes: int) -> float:
-        """How likely a draft must be accepted to pay, where so many requests decode; 0.5 until costs are known.
+    def _reading(self, decodes: int, tokens: int) -> float:
+        """Seconds that such tokens take for weights which a step of the decodes, or of one token, does not read."""
+        before = max(1, decodes)
+        return (
+            self.decode_seconds(before) * (self._reads(decodes + tokens) / self._reads(before) - 1) if tokens else 0.0
+        )
+
+    def worth(self, decodes: int, drafts: int = 1) -> float:
+        """How likely a draft must be accepted to pay, where so many requests decode and each has ``drafts``; at least
+        0.5 until costs are known.
 
         A step of B requests gives B tokens. A draft makes it longer by the cost of a token, and gives one more token
-        with probability p: throughput rises if p is above ``cost * B / seconds``.
+        with probability p: throughput rises if p is above ``cost * B / seconds``. In a mixture of experts the first
+        drafts cost most: they read experts that the later ones choose as well.
         """
         seconds, cost = self.decode_seconds(decodes), self._draft.median
-        return min(1.0, cost * decodes / seconds) if seconds and cost else 0.5
+        if not seconds:
+            return 0.5
+        read = self._reading(decodes, decodes * drafts) / drafts / seconds
+        return min(1.0, cost * decodes / seconds + read) if cost else min(1.0, max(0.5, read))
 
     def prompt_budget(self, decodes: int, most: int, backlog: int) -> int:
         """Prompt tokens that a step with so many decodes may feed, at most ``most``: all of them until costs are known,
@@ -140,19 +164,24 @@ class StepCosts:
     def prompt_tokens(self, decodes: int, most: int, seconds: float) -> int:
         """Prompt tokens that a step of so many seconds may feed beside its decodes, at most ``most``."""
         cost = self._prompt.high
-        return min(most, max(MIN_CHUNK, int((seconds - self.decode_seconds(decodes)) / cost))) if cost else most
+        return min(most, max(MIN_CHUNK, self._within(seconds, decodes, cost))) if cost else most
 
     def piece(self, decodes: int) -> int:
         """Prompt tokens of a step that has nothing else and takes about as long as one of so many decodes, but not so
         few that a token of it takes longer than of a longer step.
         """
         cost = self._prompt.high
-        return max(ALONE, int(self.decode_seconds(decodes) / cost)) if cost else ALONE
+        return max(ALONE, self._within(self.decode_seconds(decodes), 0, cost)) if cost else ALONE
 
     @property
     def prompt_seconds(self) -> float:
-        """That a prompt token adds to a step; 0 until it is known."""
-        return self._prompt.median
+        """That a prompt token takes in a step of many; 0 until it is known."""
+        return self.prompt_seconds_beside(0, MANY)
+
+    def prompt_seconds_beside(self, decodes: int, tokens: int) -> float:
+        """That each of so many prompt tokens adds to a step; 0 until it is known."""
+        cost = self._prompt.median
+        return cost + self._reading(decodes, tokens) / tokens if cost and tokens else cost
 
     def chunk(self, decodes: int, most: int, backlog: int) -> int:
         """Prompt tokens of a step with so many decodes, as :meth:`prompt_budget`, where it is not to be plain."""
@@ -176,7 +205,23 @@ class StepCosts:
         if decodes:
             patience = max(1.0, backlog * cost / self.backlog_seconds)
             bound = min(bound, patience * max(self.itl_factor * base, self.itl_seconds))
-        return min(most, max(MIN_CHUNK, int((bound - base) / cost)))
+        return min(most, max(MIN_CHUNK, self._within(bound, decodes, cost)))
+
+    def _within(self, seconds: float, decodes: int, cost: float) -> int:
+        """The most tokens beside decodes that a step of so many seconds has time for; they take ``cost`` each, and the
+        time to read what they choose.
+        """
+        left = seconds - self.decode_seconds(decodes)
+        low, beyond = 0, max(0, int(left / cost)) + 1
+        if not self._reading(decodes, beyond):
+            return beyond - 1
+        while beyond - low > 1:
+            middle = (low + beyond) // 2
+            if self._reading(decodes, middle) + middle * cost <= left:
+                low = middle
+            else:
+                beyond = middle
+        return low
 
 
 def _least_of_class(decodes: int) -> int:

@@ -77,7 +77,7 @@ class StepPlanner:
             return min(self._owed, self._piece, prompts) * costs.prompt_seconds
         if several and decodes and prompts > costs.piece(decodes):
             prompts = 0
-        return costs.decode_seconds(decodes) + prompts * costs.prompt_seconds
+        return costs.decode_seconds(decodes) + prompts * costs.prompt_seconds_beside(decodes, prompts)
 
     def _fill(
         self,

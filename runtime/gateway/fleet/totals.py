@@ -10,8 +10,9 @@ from runtime.wire.messages import EngineStats
 STATES = (
     *("running", "waiting", "waiting_tokens", "blocks", "blocks_held", "blocks_cached"),
     *("slots", "slots_held", "slots_cached"),
+    *("mapped_bytes", "resident_bytes"),
 )
-OF_A_STEP = ("step_seconds", "step_tokens", "step_requests")
+OF_A_STEP = ("step_seconds", "step_tokens", "step_requests", "step_reads")
 FINISHED = "finished"  # counters by reason
 COUNTERS = tuple(name for name in EngineStats._fields if name not in (*STATES, *OF_A_STEP, FINISHED))
 

@@ -105,6 +105,12 @@ async def _serve(
         host, port = listener.getsockname()[:2]
         if client.info.threads:
             log.info("the engine computes on %d thread%s", client.info.threads, "s"[: client.info.threads > 1])
+        if mapped := client.info.mapped_bytes:
+            log.warning(
+                "%.1f GB of weights of experts are left in their file: what memory has no room for is read from the "
+                "disk again (tapeout:resident_share, tapeout:page_faults_total)",
+                mapped / 1e9,
+            )
         log.info("serving %s at http://%s:%d/v1", settings.names[0], host, port)
         beside = asyncio.ensure_future(companion(service)) if companion else None
         await _DrainingServer(config, service, settings.drain_seconds).serve(sockets=[listener])

@@ -24,6 +24,7 @@ ENGINE_COUNTERS = (
     ("tapeout:blocks_fetched", "KV blocks that came from other engines.", "blocks_fetched"),
     ("tapeout:blocks_sent", "KV blocks that went to other engines.", "blocks_sent"),
     ("tapeout:fetches_failed", "Fetches of KV blocks that ended early; the rest was computed.", "fetches_failed"),
+    ("tapeout:page_faults", "Pages of experts that were read from a disk while a step waited.", "page_faults"),
     ("tapeout:kv_values", "Keys and values written to a KV cache in int8 or int4.", "kv_values"),
     ("tapeout:kv_values_clipped", "Of those, beyond what the scales of calibration reach.", "kv_values_clipped"),
     ("tapeout:activation_values", "Activations quantized to int8 with static scales.", "activation_values"),
@@ -82,6 +83,14 @@ class EngineCollector(Collector):
             gauge("tapeout:state_slots_held", "Slots of recurrent state held by requests.", stats.slots_held)
             gauge("tapeout:state_slots_cached", "Snapshots kept for shared prefixes.", stats.slots_cached)
             gauge("tapeout:state_slot_bytes", "Bytes of a slot of recurrent state.", info.slot_bytes)
+        if info.mapped_bytes:
+            gauge(
+                "tapeout:mapped_bytes",
+                "Bytes of the weights of experts that are left in their file.",
+                info.mapped_bytes,
+            )
+        if (share := resident_share(stats)) is not None:
+            gauge("tapeout:resident_share", "Of these bytes in memory, 0 to 1.", share)
         gauge("vllm:engine_healthy", "1 if the engine makes progress.", float(series.healthy))
         gauge("tapeout:ready", "1 if the server takes requests.", float(series.ready))
         cache = {"block_size": info.block_tokens, "num_gpu_blocks": info.blocks, "block_bytes": info.block_bytes}
@@ -102,6 +111,15 @@ def kv_usage(stats: EngineStats) -> float:
     return held / all_of_them if all_of_them else 0.0
 
 
+def resident_share(stats: EngineStats) -> float | None:
+    """Of the weights of experts that are left in their file, in memory; None where none are, or nobody knows."""
+    return stats.resident_bytes / stats.mapped_bytes if stats.mapped_bytes else None
+
+
 def bandwidth_share(stats: EngineStats, weight_bytes: int, read_bandwidth: float) -> float:
-    """Weight bytes that the last step read, per second, over what the machine reads at best; 0 while idle."""
-    return weight_bytes / stats.step_seconds / read_bandwidth if stats.running and stats.step_seconds else 0.0
+    """Weight bytes that the last step read, per second, over what the machine reads at best; 0 while idle.
+
+    ``weight_bytes``: of a step of one token.
+    """
+    read = weight_bytes * stats.step_reads
+    return read / stats.step_seconds / read_bandwidth if stats.running and stats.step_seconds else 0.0

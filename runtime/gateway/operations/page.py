@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from runtime.gateway.http.sse import JsonResponse
-from runtime.gateway.operations.engine_metrics import bandwidth_share, kv_usage
+from runtime.gateway.operations.engine_metrics import bandwidth_share, kv_usage, resident_share
 from runtime.gateway.operations.health import Health
 from runtime.gateway.operations.metrics import Metrics
 
@@ -103,6 +103,9 @@ class Page:
             "slots_held": stats.slots_held,
             "slots_cached": stats.slots_cached,
             "slot_bytes": info.slot_bytes,
+            "mapped_bytes": info.mapped_bytes,
+            "resident_share": resident_share(stats),
+            "page_faults": counted["page_faults"],
             "prefix_queries": counted["prefix_queries"],
             "prefix_hits": counted["prefix_hits"],
             "drafted_tokens": counted["drafted_tokens"],

@@ -52,6 +52,7 @@ enum {
   DEVICE_TYPE = 307,       /* HardwareDevice_Type */
   PROVIDER_API = 317,      /* GetEpApi */
   VALUE_INITIALIZER = 326, /* ValueInfo_GetInitializerValue */
+  VALUE_EXTERNAL = 327,    /* ValueInfo_GetExternalInitializerInfo */
   VALUE_IS_CONSTANT = 331, /* ValueInfo_IsConstantInitializer */
   GRAPH_NODE_COUNT = 344,  /* Graph_GetNumNodes */
   GRAPH_NODES = 345,       /* Graph_GetNodes */
@@ -62,6 +63,9 @@ enum {
   NODE_OUTPUT_COUNT = 355, /* Node_GetNumOutputs */
   NODE_OUTPUTS = 356,      /* Node_GetOutputs */
   NODE_ATTRIBUTE = 361,    /* Node_GetAttributeByName */
+  RELEASE_EXTERNAL = 369,  /* ReleaseExternalInitializerInfo */
+  EXTERNAL_OFFSET = 371,   /* ExternalInitializerInfo_GetFileOffset */
+  EXTERNAL_SIZE = 372,     /* ExternalInitializerInfo_GetByteSize */
   TENSOR_TYPE_SHAPE = 414, /* GetTensorElementTypeAndShapeDataReference */
 };
 /* Of OrtEpApi. */
@@ -233,7 +237,7 @@ typedef struct {
 } Declaration;
 extern const Declaration declarations[];
 extern const size_t operator_count;
-extern const Implementation block_gather, block_linear;
+extern const Implementation block_experts, block_gather, block_linear, experts;
 
 /* An operator of a session: what ONNX Runtime reads, and the session's threads. */
 typedef struct {

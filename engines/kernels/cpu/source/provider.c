@@ -4,15 +4,21 @@
    follow each other there are one step: no other node can lie between two of them.
 
    Initializers are copied to memory in huge pages, equal ones once, and ONNX Runtime drops its own. The pages that they came
-   from are paged out, so that a file's are in memory once. */
+   from are paged out, so that a file's are in memory once.
+
+   A session may be given the file to leave the weights of experts in: a step reads a few experts, and what the memory has no
+   room for the system reads again when it is needed. */
 #include "memory.h"
 #include "step.h"
 
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-enum { CACHE_LINE = 64, MOST_THREADS = 1024, NAME_BYTES = 64 };
+enum { CACHE_LINE = 64, MOST_THREADS = 1024, NAME_BYTES = 64, PATH_BYTES = 4096, NO_FILE = -1 };
 /* Memory for initializers is taken in chunks, each as large as all before it together, within these bounds. */
 enum { FIRST_CHUNK = HUGE_PAGE, LARGEST_CHUNK = 64 << 20 };
 enum { PIECE = 4 << 20 };
@@ -21,8 +27,9 @@ enum { PIECE = 4 << 20 };
 typedef struct Graph Graph;
 typedef struct Node Node;
 typedef struct ValueInfo ValueInfo;
-typedef struct Support Support; /* OrtEpGraphSupportInfo */
-typedef struct Device Device;   /* OrtHardwareDevice */
+typedef struct External External; /* OrtExternalInitializerInfo */
+typedef struct Support Support;   /* OrtEpGraphSupportInfo */
+typedef struct Device Device;     /* OrtHardwareDevice */
 typedef struct ProviderDevice ProviderDevice;
 
 /* ONNX Runtime's structs. It reads the fields of an API version, where those that may be NULL are not needed. */
@@ -42,6 +49,7 @@ struct Compute {
 };
 typedef struct Chunk Chunk;
 typedef struct Copy Copy;
+typedef struct Mapping Mapping;
 struct Provider {
   uint32_t version;
   const char* (*name)(const Provider*);
@@ -56,6 +64,8 @@ struct Provider {
   Chunk* chunks;
   size_t taken; /* bytes of all chunks */
   Copy* copies;
+  int file; /* that experts are left in, or NO_FILE */
+  Mapping* mappings;
   Workspaces workspaces;
 };
 struct Factory {
@@ -95,6 +105,13 @@ struct Chunk {
 struct Copy {
   Copy* next;
   Tensor tensor;
+};
+
+/* Memory of the file's, which the system may drop and read again. */
+struct Mapping {
+  Mapping* next;
+  void* memory;
+  size_t bytes;
 };
 
 /* Of the session that the calling thread opened last; 0: it was told how many. */
@@ -190,11 +207,15 @@ static void copy_and_page_out(char* to, char* from, size_t bytes) {
   }
 }
 
+static size_t bytes_of(const Tensor* tensor) {
+  return (size_t)tensor->elements * size_of(tensor->type);
+}
+
 /* Whether two tensors are equal. Pieces that are equal are paged out: of `b`, and of `a` where it lies in a file, too. */
 static int are_equal(const Tensor* a, const Tensor* b, int in_file) {
   if (a->type != b->type || a->rank != b->rank || (a->rank && memcmp(a->dims, b->dims, a->rank * sizeof *a->dims)))
     return 0;
-  const size_t bytes = (size_t)a->elements * size_of(a->type);
+  const size_t bytes = bytes_of(a);
   for (size_t at = 0; at < bytes; at += PIECE) {
     char *x = (char*)a->data + at, *y = (char*)b->data + at;
     const size_t piece = bytes - at < PIECE ? bytes - at : PIECE;
@@ -215,18 +236,62 @@ static Status* initializer_of(Api ort, const ValueInfo* value, Tensor* tensor) {
   return found ? describe(ort, found, tensor) : NULL;
 }
 
-static Status* copy_constant(Provider* p, const ValueInfo* value, Tensor* constant) {
+/* Where an initializer lies in a file; `size` is 0 where it lies in none. */
+static Status* place_of(Api ort, const ValueInfo* value, int64_t* offset, size_t* size) {
+  External* external = NULL;
+  *offset = 0, *size = 0;
+  TRY(((Status * (*)(const ValueInfo*, External**)) ort[VALUE_EXTERNAL])(value, &external));
+  if (!external) return NULL;
+  *offset = ((int64_t (*)(const External*))ort[EXTERNAL_OFFSET])(external);
+  *size = ((size_t (*)(const External*))ort[EXTERNAL_SIZE])(external);
+  ((void (*)(External*))ort[RELEASE_EXTERNAL])(external);
+  return NULL;
+}
+
+/* Leaves an initializer in the file. `constant` stays as it is where the initializer is not there, where kernels could not
+   read it, or where it has less than a page: it is copied then. */
+static Status* map_constant(Provider* p, const ValueInfo* value, const Tensor* from, Tensor* constant) {
+  Api ort = p->factory->ort;
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  int64_t offset;
+  size_t size;
+  struct stat file;
+  TRY(place_of(ort, value, &offset, &size));
+  if (size != bytes_of(from) || size < (size_t)page || offset < 0 || offset % CACHE_LINE) return NULL;
+  if (fstat(p->file, &file) || file.st_size < offset || (uint64_t)(file.st_size - offset) < size)
+    return failure(ort, ERROR_FAIL,
+                   "the file of weights ends before its last expert"); /* to read there ends the process */
+  Mapping* mapping = (Mapping*)take_memory(p, sizeof *mapping);
+  const size_t dims_bytes = from->rank * sizeof *from->dims, skipped = (size_t)(offset % page);
+  int64_t* dims = (int64_t*)take_memory(p, dims_bytes);
+  if (!mapping || !dims) return out_of_memory(ort);
+  char* memory = mmap(NULL, skipped + size, PROT_READ, MAP_SHARED, p->file, offset - (int64_t)skipped);
+  if (memory == MAP_FAILED) return failure(ort, ERROR_FAIL, "the weights of experts cannot be mapped from their file");
+  *mapping = (Mapping){p->mappings, memory, skipped + size};
+  p->mappings = mapping;
+  if (from->rank) memcpy(dims, from->dims, dims_bytes);
+  *constant = *from;
+  constant->dims = dims, constant->data = memory + skipped;
+  return NULL;
+}
+
+/* `op`: that reads it, or NULL. */
+static Status* keep_constant(Provider* p, const Op* op, const ValueInfo* value, Tensor* constant) {
   Api ort = p->factory->ort;
   Tensor from;
   TRY(initializer_of(ort, value, &from));
   if (!from.present) return NULL;
+  if (p->file != NO_FILE && op && (op->compute == block_experts.compute || op->compute == experts.compute)) {
+    TRY(map_constant(p, value, &from, constant));
+    if (constant->present) return NULL;
+  }
   const Copy* known = p->copies;
   while (known && !are_equal(&known->tensor, &from, 0)) known = known->next;
   if (known) {
     *constant = known->tensor;
     return NULL;
   }
-  const size_t bytes = (size_t)from.elements * size_of(from.type), dims_bytes = from.rank * sizeof *from.dims;
+  const size_t bytes = bytes_of(&from), dims_bytes = from.rank * sizeof *from.dims;
   Copy* copy = (Copy*)take_memory(p, sizeof *copy);
   int64_t* dims = (int64_t*)take_memory(p, dims_bytes);
   char* data = take_memory(p, bytes);
@@ -340,9 +405,9 @@ static Status* number_of(Api ort, Step* step, Names* names, const ValueInfo* val
   return NULL;
 }
 
-/* The numbers of a node's inputs or outputs, in memory of the caller's. */
-static Status* number_values(Provider* p, Step* step, Names* names, const Node* node, int outputs, int** numbers,
-                             size_t* count) {
+/* The numbers of a node's inputs or outputs, in memory of the caller's. `op`: of ours that the node is, or NULL. */
+static Status* number_values(Provider* p, Step* step, Names* names, const Node* node, const Op* op, int outputs,
+                             int** numbers, size_t* count) {
   const ValueInfo** values = NULL;
   Status* status = list_values(step->ort, node, outputs, &values, count);
   if (!status && !(*numbers = calloc(*count + 1, sizeof **numbers))) status = out_of_memory(step->ort);
@@ -353,7 +418,7 @@ static Status* number_values(Provider* p, Step* step, Names* names, const Node* 
     if (outputs)
       status = type_of(step->ort, values[i], &plan->type);
     else if (!plan->constant.present)
-      status = copy_constant(p, values[i], &plan->constant);
+      status = keep_constant(p, op, values[i], &plan->constant);
   }
   free(values);
   return status;
@@ -362,8 +427,8 @@ static Status* number_values(Provider* p, Step* step, Names* names, const Node* 
 static Status* make_part(Provider* p, Step* step, Names* names, const Node* node, Part* part) {
   TRY(operator_of(p, node, &part->op));
   if (!part->op) return failure(step->ort, ERROR_FAIL, "a step with a node of others");
-  TRY(number_values(p, step, names, node, 0, &part->inputs, &part->input_count));
-  TRY(number_values(p, step, names, node, 1, &part->outputs, &part->output_count));
+  TRY(number_values(p, step, names, node, part->op, 0, &part->inputs, &part->input_count));
+  TRY(number_values(p, step, names, node, part->op, 1, &part->outputs, &part->output_count));
   const Creation creation = {node, step, part};
   return part->op->create(part->op, p->factory->step_api, (const Info*)&creation, &part->kernel);
 }
@@ -397,8 +462,8 @@ static Status* make_step(Provider* p, const Graph* graph, const Node* fused, Ste
   const Node** nodes = NULL;
   int* outputs = NULL;
   size_t count = 0;
-  Status* status = number_values(p, step, &names, fused, 0, &step->inputs, &step->input_count);
-  if (!status) status = number_values(p, step, &names, fused, 1, &outputs, &count);
+  Status* status = number_values(p, step, &names, fused, NULL, 0, &step->inputs, &step->input_count);
+  if (!status) status = number_values(p, step, &names, fused, NULL, 1, &outputs, &count);
   for (size_t i = 0; !status && i < count; i++) step->values[outputs[i]].output = (int)i;
   if (!status) status = list_nodes(step->ort, graph, &nodes, &count);
   if (!status && !(step->parts = calloc(count + 1, sizeof *step->parts))) status = out_of_memory(step->ort);
@@ -489,14 +554,19 @@ static Status* compile(Provider* p, const Graph** graphs, const Node** fused, si
   return status;
 }
 
-/* A number in the options of a session; 0 where there is no such entry. */
-static size_t session_number(Api ort, const Options* options, const char* entry) {
-  char text[16] = "0";
-  size_t size = sizeof text;
+/* Of the options of a session; empty where there is no such entry, or no room for it. */
+static void session_text(Api ort, const Options* options, const char* entry, char* text, size_t size) {
   Status* status =
       ((Status * (*)(const Options*, const char*, char*, size_t*)) ort[SESSION_ENTRY])(options, entry, text, &size);
+  if (status) *text = 0;
   release_status(ort, status);
-  const long count = status ? 0 : strtol(text, NULL, 10);
+}
+
+/* A number in them; 0 where there is no such entry. */
+static size_t session_number(Api ort, const Options* options, const char* entry) {
+  char text[16];
+  session_text(ort, options, entry, text, sizeof text);
+  const long count = strtol(text, NULL, 10);
   return count > 0 && count <= MOST_THREADS ? (size_t)count : 0;
 }
 
@@ -506,6 +576,7 @@ static const char* provider_name(const Provider* p) {
 
 static void release_provider(Factory* factory, Provider* p) {
   (void)factory;
+  for (const Mapping* m = p->mappings; m; m = m->next) munmap(m->memory, m->bytes);
   while (p->chunks) {
     Chunk* chunk = p->chunks;
     p->chunks = chunk->next;
@@ -514,6 +585,7 @@ static void release_provider(Factory* factory, Provider* p) {
   }
   free_workspaces(&p->workspaces);
   pthread_mutex_destroy(&p->workspaces.lock);
+  if (p->file != NO_FILE) close(p->file);
   free(p->threads);
   free(p->operators);
   free(p);
@@ -523,6 +595,8 @@ static Status* create_provider(Factory* factory, const Device* const* devices, c
                                size_t count, const Options* options, const void* logger, Provider** created) {
   (void)devices, (void)metadata, (void)count, (void)logger;
   const size_t threads = session_number(factory->ort, options, "tapeout.threads"); /* 0: those of ONNX Runtime */
+  char path[PATH_BYTES];
+  session_text(factory->ort, options, "tapeout.mapped_experts", path, sizeof path);
   Provider* p = calloc(1, sizeof *p);
   if (!p) return out_of_memory(factory->ort);
   pthread_mutex_init(&p->workspaces.lock, NULL);
@@ -531,6 +605,11 @@ static Status* create_provider(Factory* factory, const Device* const* devices, c
   p->threads = threads ? create_threads(threads) : NULL;
   p->chooses = session_number(factory->ort, options, "tapeout.choose_threads") != 0;
   p->operators = create_operators(p->threads);
+  p->file = *path ? open(path, O_RDONLY) : NO_FILE;
+  if (*path && p->file == NO_FILE) {
+    release_provider(factory, p);
+    return failure(factory->ort, ERROR_FAIL, "the file of weights cannot be opened");
+  }
   if ((threads && !p->threads) || !p->operators) {
     release_provider(factory, p);
     return out_of_memory(factory->ort);
