@@ -357,6 +357,16 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "granite_swa": Family("granite_swa", {"sliding_window": 8}),
     "granitemoe": Family("granitemoe", EXPERTS),
     "granitemoe_swa": Family("granitemoe_swa", {**EXPERTS, "sliding_window": 8}),
+    "kimi_linear": Family(
+        "kimi_linear",
+        {
+            **ROUTED,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+        },
+        {**LATENT, "q_lora_rank": None},
+    ),
     "jamba": Family("jamba", {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
     "llama4": Family("llama4_text", {**EXPERTS, "intermediate_size_mlp": 96}),
     "mamba": Family("mamba", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4}),
