@@ -151,7 +151,7 @@ typedef struct {
   float softcap, scale, epsilon;
   int64_t firsts[5], groups, channels, run, period; /* of columns, and of norms or heads of keys */
   int gated, silu, squash, sigmoid, norm_first, one, rated, by_channel;
-  float least_step, most_step, least_decay;
+  float least_step, most_step, least_decay, most_beta;
   float alpha, limit, offset;          /* of experts, whose activation is `kind` */
   uint64_t quantized, clipped;         /* activations that the process counted before the run */
   Value key_cache, value_cache, state; /* as they were before the run */
@@ -858,6 +858,7 @@ static Node new_recurrence(void) {
   fill_floats(&in[per_token], 1);
   if (one_in(3)) in_bfloat16(&in[per_token]);
   node.rated = one_in(2), node.squash = one_in(2), node.by_channel = extras == 2 && one_in(2);
+  node.most_beta = one_in(2) ? 2 : 1;
   node.least_decay = node.rated && extras == 2 && one_in(3) ? -2 : 0;
   node.least_step = node.rated && one_in(2) ? 0.3f : 0, node.most_step = node.least_step > 0 ? 1.5f : FLT_MAX;
   add_int(&node.info, "groups", node.groups);
@@ -887,6 +888,7 @@ static Node new_recurrence(void) {
   }
   add_int(&node.info, "squash", node.squash), add_int(&node.info, "by_channel", node.by_channel);
   add_float(&node.info, "least_decay", node.least_decay);
+  if (node.most_beta > 1) add_float(&node.info, "most_beta", node.most_beta);
   add_float(&node.info, "least_step", node.least_step), add_float(&node.info, "most_step", node.most_step);
   copy_value(&in[per_token], &node.state);
   for (int i = 0; i < per_token + 4; i++)
@@ -942,7 +944,7 @@ static void check_head(const Node* node, int64_t b, int64_t h) {
       magnitude = fabs(value * step), change *= step;
       if (delta) {
         double beta = columns_at(node, R_BETA, token)[h];
-        if (node->squash) beta = 1 / (1 + exp(-beta));
+        if (node->squash) beta = node->most_beta / (1 + exp(-beta));
         change = beta * (value - answer), magnitude = beta * (fabs(value) + answers);
       }
       for (int64_t k = 0; k < K; k++) {

@@ -375,8 +375,9 @@ DEFECTS = {
         "recurrence.c", "change[v] *= step;", ";", "SelectiveScan.*expected"
     ),
     "beta is no sigmoid": Defect(
-        "recurrence.c", "beta = sigmoid(beta);", "beta = beta + beta;", "GatedDelta.*expected"
+        "recurrence.c", "beta = sigmoid(beta) *", "beta = beta + beta *", "GatedDelta.*expected"
     ),
+    "beta is at most one": Defect("recurrence.c", "splat(k->most_beta)", "splat(1)", "GatedDelta.*expected"),
     "what is skipped is the next head's": Defect(
         "recurrence.c", "splat(w->skip[head])", "splat(w->skip[(head + 1) % H])", "SelectiveScan.*expected"
     ),

@@ -341,10 +341,10 @@ def computed(operator: str, settings: dict[str, float]) -> tuple[dict[str, Matri
         spread[name] = np.full((21, flat.shape[1] + firsts[name] + 5), np.nan, np.float32)
         spread[name][:, firsts[name] : firsts[name] + flat.shape[1]] = flat
     widths = {name: array.shape[1] for name, array in spread.items()}
-    opened = fused(operator, widths, firsts, squash=1, **settings)
+    opened = fused(operator, widths, firsts, squash=1, most_beta=1.5, **settings)
     y = run(opened, spread, unknown(shape), [21], [0], [3])
     if "beta" in tokens:
-        tokens["beta"] = (1 / (1 + np.exp(-tokens["beta"].astype(np.float64)))).astype(np.float32)
+        tokens["beta"] = (1.5 / (1 + np.exp(-tokens["beta"].astype(np.float64)))).astype(np.float32)
     return tokens, y
 
 

@@ -14,7 +14,7 @@ the recurrence is computed with it where it is written as they write it:
     decay = least * Sigmoid(rate * (x + bias))             ->   decay is x, with ``least_decay``
     value = x * step, of a selective scan                  ->   value is x
     y = scan + skip * x, of a selective scan               ->   skip is an input
-    beta = Sigmoid(x)                                      ->   beta is x, with ``squash``
+    beta = Sigmoid(x), or a constant times it              ->   beta is x, with ``squash`` and ``most_beta``
 
 Decays of a gated delta rule are those of heads, ``[B, S, H]``, or of key channels, ``[B, S, H, K]``, with
 ``by_channel``: then rates are of heads and biases of channels.
@@ -78,7 +78,8 @@ def run(lowering: Lowering) -> PassResult:
                 expected="a recurrence that a kernel of the target computes (docs/native-kernels.md)",
                 remedy="build this model for another target",
             )
-        notes += (f"layer {layer_of_node(node)}: {note}" for note in _lower(lowering, node, where))
+        layer = layer_of_node(node)
+        notes += (f"layer {layer}: {note}" for note in _lower(lowering, node, where))
         model.functions.pop(("tapeout", name, ""), None)
     drop_mask(model)
     model.opset_imports[DOMAIN] = 1
@@ -110,10 +111,12 @@ def _lower(lowering: Lowering, node: ir.Node, where: list[ir.Value]) -> list[str
     else:
         decay, attributes = step.x, attributes | step.bounds
     (beta,) = betas or [None]
-    sigmoid = producer_of(beta, "Sigmoid")
+    factor = _number_times(beta)
+    most, inner = factor or (1.0, beta)
+    sigmoid = producer_of(inner, "Sigmoid")
     if sigmoid is not None:
         (beta,) = sigmoid.inputs
-        attributes["squash"] = 1
+        attributes |= {"squash": 1, **({"most_beta": most} if most != 1 else {})}
     created, inputs = list[ir.Node](), list[ir.Value | None]()
     for name, each in {"value": value, "query": query, "key": key, "decay": decay, "beta": beta}.items():
         if each is not None:
@@ -163,15 +166,22 @@ def _multiple_of(product: ir.Node) -> TimeStep | None:
 
 def _least_decay_of(product: ir.Node) -> TimeStep | None:
     """``least * Sigmoid(rate * (x + bias))``"""
-    for sigmoid, least in (product.inputs, reversed(product.inputs)):
-        inner = producer_of(sigmoid, "Sigmoid")
-        scaled = producer_of(inner.inputs[0], "Mul") if inner is not None else None
-        number = None if least is None or least.const_value is None else np.asarray(least.const_value.numpy())
-        if scaled is None or number is None or number.size != 1 or not number.item() < 0:
-            continue
-        x, rate = _with_constant(scaled, by_head=True)
-        if x is not None and rate is not None:
-            return TimeStep(None, *_without_bias(x), rate, {"least_decay": number.item()})
+    least, sigmoid = _number_times(product.outputs[0]) or (0.0, None)
+    inner = producer_of(sigmoid, "Sigmoid")
+    scaled = producer_of(inner.inputs[0], "Mul") if inner is not None else None
+    x, rate = _with_constant(scaled, by_head=True) if scaled is not None else (None, None)
+    if not least < 0 or x is None or rate is None:
+        return None
+    return TimeStep(None, *_without_bias(x), rate, {"least_decay": least})
+
+
+def _number_times(value: ir.Value | None) -> tuple[float, ir.Value] | None:
+    """The number and the other factor of a product with one."""
+    product = producer_of(value, "Mul")
+    for x, other in (product.inputs, reversed(product.inputs)) if product is not None else ():
+        tensor = other.const_value if other is not None else None
+        if x is not None and tensor is not None and tensor.size == 1:
+            return float(np.asarray(tensor.numpy()).item()), x
     return None
 
 

@@ -15,7 +15,7 @@
        state += key x change with
        GatedDelta: change = beta * (value - key . state); query and key are divided by their norm, query by sqrt(K) too
        SelectiveScan: change = value; skip * value is added to y
-   beta is a number or, where `squash`, its sigmoid is taken. decay is a logarithm; or, where there is a rate, what a time
+   beta is a number or, where `squash`, its sigmoid times `most_beta` (1 if it is not given) is taken. decay is a logarithm; or, where there is a rate, what a time
    step is made of, softplus(decay + bias) from `least_step` to `most_step`: the logarithm is rate * step, and
    SelectiveScan's change is step * value. Where there is a `least_decay`, which is negative, the logarithm is instead
    least_decay * sigmoid(rate * (decay + bias)).
@@ -39,7 +39,7 @@ typedef struct {
   Rule rule;
   int64_t groups, first[PER_TOKEN];
   int squash, by_channel;
-  float least_step, most_step, least_decay;
+  float least_step, most_step, least_decay, most_beta;
   Tensor constants[EXTRAS]; /* where they are */
 } Kernel;
 
@@ -194,7 +194,7 @@ INLINE void over_tokens(const Work* w, int64_t sequence, int64_t head, int64_t f
         }
       }
       F32x16 beta = splat(of_token(w, BETA, token)[head]);
-      if (k->squash) beta = sigmoid(beta);
+      if (k->squash) beta = sigmoid(beta) * splat(k->most_beta);
       EACH (int v = 0; v < vectors; v++) change[v] = (change[v] - answer[v]) * beta;
     }
     for (int64_t i = 0; i < K; i++) {
@@ -332,6 +332,7 @@ static Status* create(const Op* op, Api api, const Info* info, void** self) {
   for (int i = 0; i < PER_TOKEN; i++) found.first[i] = optional_int(api, info, FIRST[i], 0);
   found.squash = optional_int(api, info, "squash", 0) != 0;
   found.by_channel = optional_int(api, info, "by_channel", 0) != 0;
+  found.most_beta = optional_float(api, info, "most_beta", 1);
   found.least_decay = optional_float(api, info, "least_decay", 0);
   found.least_step = optional_float(api, info, "least_step", 0);
   found.most_step = optional_float(api, info, "most_step", FLT_MAX);
