@@ -138,6 +138,12 @@ def _unturned(model: ir.Model, node: ir.Node) -> Parts | str:
     return Parts(runs, [*range(len(heads[1][0]))], 0)
 
 
+def _is_whole(runs: Runs) -> bool:
+    """Whether a value is all of a linear's output as it is, such as queries whose channels keep their order."""
+    ((source, begin, end), *others) = runs
+    return not others and begin == 0 and end == dimension(source, -1)
+
+
 def _way(rotary: ir.Node) -> tuple[Sequence[ir.Value | None], int, int]:
     """How a rotary embedding turns: its tables and positions, which channels are pairs, and how many turn."""
     interleaved, turned = (attribute(rotary, name, 0) for name in ("interleaved", "rotary_embedding_dim"))
@@ -147,9 +153,11 @@ def _way(rotary: ir.Node) -> tuple[Sequence[ir.Value | None], int, int]:
 def _lower(lowering: Lowering, node: ir.Node, parts: Parts) -> None:
     model, layer = lowering.model, layer_of_node(node)
     fixed, created = AttentionNode.of(node), list[ir.Node]()
-    pieces = _pieces(model, {run for each in parts.runs for run in each}, created)
-    replaced = list(node.inputs[:3])
-    for place, (each, like) in enumerate(zip(parts.runs, replaced, strict=True)):
+    apart = [place for place, runs in enumerate(parts.runs) if not _is_whole(runs)]
+    pieces = _pieces(model, {run for place in apart for run in parts.runs[place]}, created)
+    replaced = [node.inputs[place] for place in apart]
+    for place, like in zip(apart, replaced, strict=True):
+        each = parts.runs[place]
         joined = [pieces[run] for run in each]
         flat = joined[0] if len(joined) == 1 else _made(created, ir.node("Concat", joined, attributes={"axis": -1}))
         heads, size = dimension(like, 1), fixed.head_size if place < 2 else fixed.value_size
