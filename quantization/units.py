@@ -12,7 +12,7 @@ from quantization.plan import EMBEDDINGS
 from tapeout.errors import QuantizationError, RecipeError
 from tapeout.formats import formats
 from tapeout.number_format import FloatArray
-from tapeout.operators import is_rate, operators
+from tapeout.operators import operators, rate_in
 from tapeout.operators.experts import UNITS
 from tapeout.portable_graph import FoldTarget, LinearGroup, PortableGraph
 from tapeout.recipe import Cache, Embeddings, KVCache, Plan, Rule
@@ -135,7 +135,7 @@ def candidates_of(group: LinearGroup, candidates: Candidates = ALL_CANDIDATES) -
 
     Rates of a recurrence stay in float; inputs of experts have no static grid.
     """
-    if is_rate(group.name):
+    if rate_in(group.name):
         return (FLOAT,)
     possible = [scheme for scheme in candidates.schemes if scheme.activations == "float" or not group.experts]
     return candidates_for(group.in_features, possible)
@@ -175,7 +175,7 @@ def resolve(graph: PortableGraph, rules: Sequence[Rule]) -> dict[str, Scheme]:
                         remedy='add a rule that matches "layers.*.experts_*" before it',
                     )
                 return rule.scheme
-        if is_rate(name):
+        if rate_in(name):
             return FLOAT
         raise QuantizationError(
             f"no rule of plan.schemes matches {name}",
@@ -211,8 +211,7 @@ def _one_scheme(name: str, schemes: Sequence[Scheme]) -> Scheme:
 
 
 def _matches(rule: Rule, name: str) -> bool:
-    named = rule.match.rpartition(".")[2] == name.rpartition(".")[2]
-    return fnmatchcase(name, rule.match) and (named or not is_rate(name))
+    return fnmatchcase(name, rule.match) and rate_in(name) in ("", rate_in(rule.match))
 
 
 def _require_used(rules: Sequence[Rule], names: Collection[str]) -> None:

@@ -30,6 +30,14 @@ DENSE: Mapping[str, Any] = {
 }
 # gpt2 and its relatives name the same sizes differently and have no grouped queries.
 GPT: Mapping[str, Any] = {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": MAX_POSITIONS}
+HYBRID = ["linear_attention", "full_attention"]
+DELTA: Mapping[str, Any] = {  # the gated delta rule, two heads of values to one of keys
+    "layer_types": HYBRID,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 
 
 @dataclass(frozen=True)
@@ -90,16 +98,7 @@ FAMILIES: Mapping[str, Family] = {
         rotary="none",
     ),  # learned positions
     "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),  # short convolutions
-    "qwen3_5": Family(  # the gated delta rule, two heads of values to one of keys
-        "qwen3_5_text",
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 24,
-        },
-    ),
+    "qwen3_5": Family("qwen3_5_text", DELTA),
     "gpt2": Family("gpt2", {}, GPT, rotary="none"),  # weights stored [in, out]
     "gpt_neox": Family(
         "gpt_neox", {}, {k: v for k, v in DENSE.items() if k not in ("num_key_value_heads", "head_dim")}
@@ -148,6 +147,16 @@ EXPERTS: Mapping[str, Any] = {
     "moe_intermediate_size": 32,
 }
 ROUTED: Mapping[str, Any] = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}  # as DeepSeek-V3 names them
+# The gated delta rule with a decay for each key channel.
+KIMI: Mapping[str, Any] = {**ROUTED, "layer_types": HYBRID, "linear_num_heads": 4, "linear_head_dim": 16}
+BAILING: Mapping[str, Any] = {**ROUTED, "layer_group_size": 2, "n_group": 2, "topk_group": 1}
+INKLING: Mapping[str, Any] = {
+    **ROUTED,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "sliding_window_size": 8,
+}
 GEMMA4: Mapping[str, Any] = {
     **DENSE,
     "sliding_window": 8,
@@ -281,6 +290,10 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "smollm3": Family("smollm3", {"no_rope_layers": [1, 0]}),
     "vaultgemma": Family("vaultgemma", {"sliding_window": 8}),
     "youtu": Family("youtu", {}, LATENT),
+    "bailing_hybrid": Family("bailing_hybrid", BAILING, {**LATENT, "head_dim": 16}),  # decays that have a least
+    "bailing_hybrid-any-decay": Family(
+        "bailing_hybrid", {**BAILING, "kda_safe_gate": False}, {**LATENT, "head_dim": 16}
+    ),
     "bamba": Family("bamba", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}),
     "falcon_h1": Family(
         "falcon_h1",
@@ -357,7 +370,13 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "granite_swa": Family("granite_swa", {"sliding_window": 8}),
     "granitemoe": Family("granitemoe", EXPERTS),
     "granitemoe_swa": Family("granitemoe_swa", {**EXPERTS, "sliding_window": 8}),
+    "inkling": Family("inkling_text", INKLING),
+    "inkling2": Family("inkling2_text", {**INKLING, "unpadded_vocab_size": VOCAB_SIZE}),
     "jamba": Family("jamba", {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
+    "kimi_linear": Family("kimi_linear", KIMI, {**LATENT, "q_lora_rank": None}),
+    "kimi_linear-published-heads": Family(
+        "kimi_linear", {**KIMI, "linear_num_heads": 2, "linear_head_dim": 128}, {**LATENT_UNEVEN, "q_lora_rank": None}
+    ),
     "llama4": Family("llama4_text", {**EXPERTS, "intermediate_size_mlp": 96}),
     "mamba": Family("mamba", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "state_size": 4}),
     "mamba2": Family(
@@ -374,11 +393,28 @@ MORE_FAMILIES: Mapping[str, Family] = {
     "minimax": Family("minimax", {**EXPERTS, "layer_types": ["full_attention"] * LAYERS}),
     "mixtral": Family("mixtral", EXPERTS),
     "mpt": Family("mpt", {}, {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": MAX_POSITIONS}),
+    "olmo_hybrid": Family("olmo_hybrid", DELTA),
     "olmoe": Family("olmoe", EXPERTS),
     "phimoe": Family("phimoe", EXPERTS),
     "qwen2_moe": Family("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen3_moe": Family("qwen3_moe", EXPERTS),
-    "qwen3_next": Family("qwen3_next", {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]}),
+    "qwen3_5_moe": Family("qwen3_5_moe_text", {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 32}),
+    "qwen3_next": Family("qwen3_next", {**EXPERTS, "layer_types": HYBRID}),
+    "qwen4_exp": Family(
+        "qwen4_exp_text",
+        {
+            **EXPERTS,
+            **DELTA,
+            "shared_expert_intermediate_size": 32,
+            "hc_count": 2,
+            "hc_lowrank": 16,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+        },
+    ),
     "recurrent_gemma": Family("recurrent_gemma", {"block_types": ["recurrent", "attention"], "lru_width": 64}),
     "rwkv": Family("rwkv", {}, {"hidden_size": 64, "num_hidden_layers": LAYERS, "context_length": MAX_POSITIONS}),
     "xglm": Family(

@@ -13,7 +13,9 @@ Double = NDArray[np.float64]
 def gated_delta(
     value: Array, query: Array, key: Array, decay: Array, beta: Array, state: Array | None = None
 ) -> tuple[Double, Double]:
-    """``value [S, Hv, Dv]``, ``query`` and ``key [S, Hk, Dk]``, ``decay`` and ``beta [S, Hv]``; and the last state."""
+    """``value [S, Hv, Dv]``, ``query`` and ``key [S, Hk, Dk]``, ``decay [S, Hv]`` or ``[S, Hv, Dk]``, ``beta [S, Hv]``;
+    and the last state.
+    """
     tokens, heads, value_size = value.shape
     repeat = heads // key.shape[1]
     query, key = (np.repeat(each.astype(np.float64), repeat, 1) for each in (query, key))
@@ -22,7 +24,7 @@ def gated_delta(
     kept = np.zeros((heads, key.shape[2], value_size)) if state is None else state.astype(np.float64)
     outputs = np.empty((tokens, heads, value_size))
     for t in range(tokens):
-        kept = kept * np.exp(decay[t].astype(np.float64))[:, None, None]
+        kept = kept * np.exp(decay[t].astype(np.float64)).reshape(heads, -1, 1)
         answer = np.einsum("hk,hkv->hv", key[t], kept)
         kept = kept + np.einsum("hk,hv->hkv", key[t], beta[t][:, None] * (value[t] - answer))
         outputs[t] = np.einsum("hk,hkv->hv", query[t], kept)

@@ -2,7 +2,8 @@
 
 The dataflow decides, not a table of architectures: a linear whose output reaches an attention node is part of
 ``qkv``; one that reads an attention output is ``o`` (other operators have names of their own); one whose input comes
-from a single other group is ``down``, and that group is ``gate_up``. The weights of experts are an operator's own, and
+from a single other group is ``down``, and that group is ``gate_up``, unless it gates what an operator gave, or says
+how fast the state of one decays. The weights of experts are an operator's own, and
 groups by themselves. Only layer numbers come from parameter names.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import onnx_ir as ir
 
@@ -52,7 +53,8 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
     dependent = Dependent(graph)
     linears = find_quantizable(graph, dependent)
     by_output = {id(linear.output): linear for linear in linears}
-    units = {id(linear): _unit(linear, by_output, graph, dependent) for linear in linears}
+    by_matmul = {id(linear.matmul): linear for linear in linears}
+    units = {id(linear): _unit(linear, by_output, by_matmul, graph, dependent) for linear in linears}
     experts = list(experts_groups(graph))
     _require_own_weights([linear.name for linear in linears] + [name for _, group in experts for name in group.members])
     _require_one_head([linear for linear in linears if units[id(linear)] == "lm_head"])
@@ -69,13 +71,11 @@ def find_groups(model: ir.Model, aliases: dict[str, str]) -> tuple[LinearGroup, 
             units[id(linear)] = "gate_up"
 
     gathered: dict[str, list[Linear]] = {}
+    first = dict[tuple[str, int], str]()  # by unit and input, the group of the linear that came first
     for linear in linears:
-        name = _group_name(linear, units[id(linear)])
-        same = gathered.setdefault(name, [])
-        if same and same[0].input is not linear.input:
-            name = f"{name}.{_stem(linear.name)}"
-            same = gathered.setdefault(name, [])
-        same.append(linear)
+        unit = _group_name(linear, units[id(linear)])
+        name = first.setdefault((unit, id(linear.input)), _unused(unit, linear, gathered))
+        gathered.setdefault(name, []).append(linear)
     found = [
         (
             members[0].matmul,
@@ -152,17 +152,23 @@ def _require_one_head(heads: list[Linear]) -> None:
         )
 
 
-def _unit(linear: Linear, by_output: dict[int, Linear], graph: ir.Graph, dependent: Dependent) -> str | None:
+def _unit(
+    linear: Linear, by_output: dict[int, Linear], by_matmul: dict[int, Linear], graph: ir.Graph, dependent: Dependent
+) -> str | None:
     logits = graph.outputs[0]
     if linear.output is logits or first_reached(linear.output, lambda node: logits in node.outputs, dependent):
         return "lm_head"
     if read := operator_of(first_reached(linear.output, is_operator, dependent)):
         return read.rates if _only_rates(linear, read, dependent) else read.before
+    if rates := _rates_behind(linear, by_matmul, dependent):
+        return rates
     sources = list(input_sources(linear.input, by_output))
     written = [operator.after for source in sources if isinstance(source, ir.Node) if (operator := operator_of(source))]
     if named := next(filter(None, written), None):
         return named
     inputs = {id(source.input) for source in sources if isinstance(source, Linear)}
+    if _gates_operator(linear, by_output, by_matmul, dependent):
+        return None
     if sources and len(inputs) == 1 and all(isinstance(source, Linear) for source in sources):
         return "down"
     return None
@@ -174,6 +180,17 @@ def _group_name(linear: Linear, unit: str | None) -> str:
     layer = re.search(r"\.(\d+)\.", linear.name)
     unit = unit or _stem(linear.name)
     return f"layers.{layer.group(1)}.{unit}" if layer else unit
+
+
+def _unused(unit: str, linear: Linear, names: Container[str]) -> str:
+    """The unit's name; with the end of the parameter's where it is taken, and as much of that as tells groups apart."""
+    if unit not in names:
+        return unit
+    *before, stem = linear.name.removesuffix(".weight").split(".")
+    while f"{unit}.{stem}" in names:
+        *before, part = before
+        stem = f"{part}.{stem}"
+    return f"{unit}.{stem}"
 
 
 def _stem(parameter: str) -> str:
@@ -188,6 +205,30 @@ def _only_rates(linear: Linear, operator: Operator, dependent: Dependent) -> boo
     return all(operator_of(node) is operator for node, _ in read) and (
         bool(numbers & operator.rate_inputs) and numbers <= operator.rate_inputs | values
     )
+
+
+def _rates_behind(linear: Linear, by_matmul: dict[int, Linear], dependent: Dependent) -> str:
+    """What rates are called, where a linear is read by linears alone that are such: the first half of a low rank."""
+    found = set[str]()
+    for node, _ in ahead_of(linear.output, dependent):
+        if dependent.is_residual_sum(node):
+            return ""
+        if node.op_type in ("MatMul", "Gemm"):
+            behind = by_matmul.get(id(node))
+            read = operator_of(first_reached(behind.output, is_operator, dependent)) if behind is not None else None
+            rates = behind is not None and read is not None and _only_rates(behind, read, dependent)
+            found.add(read.rates if read is not None and rates else "")
+    return found.pop() if len(found) == 1 else ""
+
+
+def _gates_operator(
+    linear: Linear, by_output: dict[int, Linear], by_matmul: dict[int, Linear], dependent: Dependent
+) -> bool:
+    """Whether a linear is read with what an operator gave, with no residual sum between."""
+    behind = (by_matmul.get(id(node)) for node, _ in ahead_of(linear.output, dependent))
+    sources = (source for each in behind if each is not None for source in input_sources(each.input, by_output))
+    operators = (operator_of(source) for source in sources if isinstance(source, ir.Node))
+    return any(operator is not None and operator.after for operator in operators)
 
 
 def _gated_rows(linear: Linear, dependent: Dependent) -> int:

@@ -54,9 +54,15 @@ def operator_of(node: ir.Node | None) -> Operator | None:
     return operators().get(node.op_type) if node is not None and node.domain == DOMAIN else None
 
 
-def is_rate(group: str) -> bool:
-    """Whether a group of linears only says how fast a recurrence decays and takes in tokens."""
-    return group.rpartition(".")[2] in {operator.rates for operator in operators().values() if operator.rates}
+def rate_in(name: str) -> str:
+    """What rates are called, where a group's name or a pattern of names says it; else empty.
+
+    Groups of rates are linears that only say how fast a recurrence decays and takes in tokens.
+
+    >>> rate_in("layers.0.delta_rates"), rate_in("layers.0.delta_rates.f_b_proj"), rate_in("layers.0.qkv")
+    ('delta_rates', 'delta_rates', '')
+    """
+    return next((each.rates for each in operators().values() if each.rates and each.rates in name), "")
 
 
 def operator_nodes(nodes: Iterable[ir.Node]) -> list[OperatorNode]:

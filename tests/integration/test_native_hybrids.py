@@ -20,6 +20,8 @@ from tests.family_engines import Made, difference_from_checkpoint, make, words
 
 RULES = (Rule(match="*", scheme=Scheme(bits=8, group_size=32, symmetric=True)),)
 FAMILIES = ("lfm2", "bamba", "granitemoehybrid-scans", "nemotron_h", "qwen3_5", "qwen3_next", "falcon_h1", "mamba2")
+# Decays of key channels, beside latents and experts; and betas above one, beside norms after the blocks.
+DELTAS = ("kimi_linear", "bailing_hybrid", "olmo_hybrid")
 # Each chooses its experts in another way.
 MIXTURES = ("afmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "olmoe", "qwen2_moe")
 # Keys of latents, of which a part turns and is shared by all heads.
@@ -29,12 +31,16 @@ SMALL = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 # Experts see the tokens of all sequences as rows; norms of all heads of a query take a linear apart.
 SHAPES = {"Concat", "Reshape", "Shape", "Split"}
 SEQUENCES = 4
-HALF = ("qwen3_5", "mamba2")  # also with states in bfloat16
+HALF = ("qwen3_5", "kimi_linear", "mamba2")  # also with states in bfloat16
 
 
 @pytest.fixture(
     scope="module",
-    params=[*((name, "float32") for name in FAMILIES + MIXTURES + LATENT), *((name, "bfloat16") for name in HALF)],
+    params=[
+        *((name, "float32") for name in FAMILIES + DELTAS + MIXTURES + LATENT),
+        *((name, "bfloat16") for name in HALF),
+    ],
+    ids="-".join,
 )
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     name, state = request.param
@@ -53,7 +59,7 @@ def engines(made: Made) -> Generator[tuple[Sequences, Sequences]]:
 
 def test_a_bundle_has_every_level(made: Made) -> None:
     counts = made.bundle.record.operator_counts
-    allowed = SMALL | (SHAPES if made.name in (*MIXTURES, *LATENT, "qwen3_next") else set())
+    allowed = SMALL | (SHAPES if made.name in (*MIXTURES, *LATENT, *DELTAS, "qwen3_next") else set())
     assert all_native(counts) and {*counts} - OPERATORS.keys() <= allowed, counts
     assert [each.level for each in made.bundle.record.hardware] == [level.name for level in LEVELS]
 

@@ -1,4 +1,4 @@
-"""Defects of recurrent state in engines of real graphs: with the gated delta rule, and with Mamba2's scan.
+"""Defects of recurrent state in engines of real graphs: with gated delta rules, and with Mamba2's scan.
 
 Each is planted where it would be made: in the lowered graph, in what an engine keeps after a step, or in the model that
 is lowered. The gate's own checks must fail.
@@ -40,6 +40,7 @@ from tests.fake_engine import MACHINE
 from tests.family_engines import Made, make, reference_of, words
 
 FAMILIES = ("qwen3_5", "bamba")
+BY_CHANNEL = "kimi_linear"  # each key channel has its own decay
 SEQUENCES = 4
 SETTINGS = ServingSettings(steps=2, answers=4, new_tokens=4, max_running=4)
 EditGraph = Callable[[ir.Model], None]
@@ -234,7 +235,31 @@ def report_of(made: Made, items: Sequence[ParityItem], tokens: int) -> Report[Pa
     return Report(ArtifactRef("ParityReport", "0" * 64), record, tuple(items))
 
 
-def test_a_decay_of_the_wrong_sign(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+EditDecay = Callable[[ir.Model, ir.Value], list[ir.Node]]
+
+
+def negated(_: ir.Model, decay: ir.Value) -> list[ir.Node]:
+    return [ir.node("Neg", [decay], outputs=[new_value(f"{decay.name}.negated", decay)])]
+
+
+def of_neighbouring_channels(model: ir.Model, decay: ir.Value) -> list[ir.Node]:
+    """Of ``[B, S, H, K]``."""
+    zero, one, last, axis = (constant(model, f"planted.{n}", [n]) for n in (0, 1, 1 << 40, 3))
+    first = ir.node("Slice", [decay, zero, one, axis])
+    rest = ir.node("Slice", [decay, one, last, axis])
+    joined = [rest.outputs[0], first.outputs[0]]
+    return [first, rest, ir.node("Concat", joined, {"axis": 3}, outputs=[new_value("planted.decay", decay)])]
+
+
+def of_a_head(model: ir.Model, decay: ir.Value) -> list[ir.Node]:
+    """The mean of all channels of a head, for each of them."""
+    mean = ir.node("ReduceMean", [decay, constant(model, "planted.axis", [3])], {"keepdims": 1})
+    shape = ir.node("Shape", [decay])
+    inputs = [mean.outputs[0], shape.outputs[0]]
+    return [mean, shape, ir.node("Expand", inputs, outputs=[new_value("planted.decay", decay)])]
+
+
+def with_other_decays(made: EditDecay, patch: pytest.MonkeyPatch) -> None:
     sound = recurrences.run
 
     def planted(lowering: Lowering) -> PassResult:
@@ -242,15 +267,31 @@ def test_a_decay_of_the_wrong_sign(family: str, monkeypatch: pytest.MonkeyPatch,
         for node in [n for n in graph if is_gated_delta(n) or is_selective_scan(n)]:
             decay = node.inputs[3]
             assert decay is not None
-            negated = ir.node("Neg", [decay], outputs=[new_value(f"{decay.name}.negated", decay)])
-            graph.insert_before(node, negated)
-            node.replace_input_with(3, negated.outputs[0])
+            nodes = made(lowering.model, decay)
+            graph.insert_before(node, nodes)
+            node.replace_input_with(3, nodes[-1].outputs[0])
         return sound(lowering)
 
-    monkeypatch.setattr(recurrences, "run", planted)
+    patch.setattr(recurrences, "run", planted)
+
+
+def test_a_decay_of_the_wrong_sign(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_other_decays(negated, monkeypatch)
     assert "parity_state_error" in parity_failed(
         make(family, tmp_path), tmp_path, tokens=4
     )  # a state that grows so overflows soon
+
+
+@pytest.mark.parametrize("made", [of_neighbouring_channels, of_a_head])
+def test_a_decay_of_another_channel(made: EditDecay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_other_decays(made, monkeypatch)
+    assert "parity_state_error" in parity_failed(make(BY_CHANNEL, tmp_path), tmp_path)
+
+
+def test_a_sound_engine_with_decays_by_channel(tmp_path: Path) -> None:
+    made = make(BY_CHANNEL, tmp_path / "made")
+    assert parity_failed(made, tmp_path) == set() and failed(BY_CHANNEL, tmp_path) == set()
+    assert parity_failed(made, tmp_path, HalfStates) == {"parity_state_error"}
 
 
 def test_states_of_fewer_bits_than_promised(family: str, tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ typedef struct {
   int bits, cache; /* of its cache: of a channel, and the type */
   float softcap, scale, epsilon;
   int64_t firsts[5], groups, channels, run, period; /* of columns, and of norms or heads of keys */
-  int gated, silu, squash, sigmoid, norm_first, one, rated;
-  float least_step, most_step;
+  int gated, silu, squash, sigmoid, norm_first, one, rated, by_channel;
+  float least_step, most_step, least_decay, most_beta;
   float alpha, limit, offset;          /* of experts, whose activation is `kind` */
   uint64_t quantized, clipped;         /* activations that the process counted before the run */
   Value key_cache, value_cache, state; /* as they were before the run */
@@ -835,6 +835,7 @@ static int per_token_of(const Node* node) {
 }
 static int64_t columns_of(const Node* node, int which) {
   const int64_t* dims = node->context.inputs[per_token_of(node)].dims; /* [rows, H, K, V] */
+  if (which == R_DECAY && node->by_channel) return dims[1] * dims[2];
   return which == R_VALUE ? dims[1] * dims[3] : which < R_DECAY ? node->groups * dims[2] : dims[1];
 }
 
@@ -876,7 +877,9 @@ static Node new_recurrence(void) {
   new_value(&in[per_token], FLOAT, 4, (int64_t[]){rows, H, K, V});
   fill_floats(&in[per_token], 1);
   if (one_in(3)) in_bfloat16(&in[per_token]);
-  node.rated = one_in(2), node.squash = one_in(2);
+  node.rated = one_in(2), node.squash = one_in(2), node.by_channel = extras == 2 && one_in(2);
+  node.most_beta = one_in(2) ? 2 : 1;
+  node.least_decay = node.rated && extras == 2 && one_in(3) ? -2 : 0;
   node.least_step = node.rated && one_in(2) ? 0.3f : 0, node.most_step = node.least_step > 0 ? 1.5f : FLT_MAX;
   add_int(&node.info, "groups", node.groups);
   static const char* const FIRSTS[] = {"value_first", "query_first", "key_first", "decay_first", "beta_first"};
@@ -897,12 +900,15 @@ static Node new_recurrence(void) {
   for (int i = 0; i < extras; i++) { /* rate, bias, skip */
     if (i == 0 ? !node.rated : one_in(3)) continue;
     Value* numbers = &in[per_token + 4 + i];
-    new_value(numbers, FLOAT, 1, &H);
+    const int64_t elements = i == 1 && node.by_channel ? H * K : H;
+    new_value(numbers, FLOAT, 1, &elements);
     fill_floats(numbers, 1);
     for (int64_t h = 0; h < H && i == 0; h++) ((float*)numbers->data)[h] = -fabsf(((float*)numbers->data)[h]);
     node.changed[per_token + 4 + i] = LAST_AXIS | TYPE | ALIGNMENT;
   }
-  add_int(&node.info, "squash", node.squash);
+  add_int(&node.info, "squash", node.squash), add_int(&node.info, "by_channel", node.by_channel);
+  add_float(&node.info, "least_decay", node.least_decay);
+  if (node.most_beta > 1) add_float(&node.info, "most_beta", node.most_beta);
   add_float(&node.info, "least_step", node.least_step), add_float(&node.info, "most_step", node.most_step);
   copy_value(&in[per_token], &node.state);
   for (int i = 0; i < per_token + 4; i++)
@@ -920,7 +926,7 @@ static const float* columns_at(const Node* node, int which, int64_t token) {
 /* One head of one sequence: outputs and the last state, with limits that grow as the rounding of each token may. A state
    in bfloat16 is the nearest to what the last token leaves, and tokens before it may have fallen on either side. */
 static void check_head(const Node* node, int64_t b, int64_t h) {
-  const int per_token = per_token_of(node), delta = per_token > R_BETA;
+  const int per_token = per_token_of(node), delta = per_token > R_BETA, by_channel = node->by_channel;
   const Value *in = node->context.inputs, *state = &in[per_token];
   const int64_t H = state->dims[1], K = state->dims[2], V = state->dims[3], row = int_of(node, per_token + 3, b);
   const int64_t begin = int_of(node, per_token + 1, b), end = int_of(node, per_token + 1, b + 1);
@@ -940,23 +946,25 @@ static void check_head(const Node* node, int64_t b, int64_t h) {
       const float* query = columns_at(node, R_QUERY, token) + h * node->groups / H * K;
       const float* key = columns_at(node, R_KEY, token) + h * node->groups / H * K;
       const double value = columns_at(node, R_VALUE, token)[h * V + v];
-      double decay = columns_at(node, R_DECAY, token)[h], change = value, magnitude, answer = 0, answers = 0,
-             queries = 1e-6;
+      double change = value, magnitude, answer = 0, answers = 0, queries = 1e-6;
       double keys = 1e-6, step = 1, read = 0, reads = 0;
-      if (node->rated) {
-        step = fmin(fmax(log1p(exp(decay + (bias ? bias[h] : 0))), node->least_step), node->most_step);
-        decay = step * rate[h];
-      }
       for (int64_t k = 0; k < K; k++) queries += (double)query[k] * query[k], keys += (double)key[k] * key[k];
       const double by_query = delta ? 1 / sqrt(queries * (double)K) : 1, by_key = delta ? 1 / sqrt(keys) : 1;
       for (int64_t k = 0; k < K; k++) {
+        const int64_t at = by_channel ? h * K + k : h;
+        double decay = columns_at(node, R_DECAY, token)[at];
+        if (node->rated) {
+          decay += bias ? bias[at] : 0;
+          step = fmin(fmax(log1p(exp(decay)), node->least_step), node->most_step);
+          decay = node->least_decay < 0 ? node->least_decay / (1 + exp(-rate[h] * decay)) : step * rate[h];
+        }
         S[k] *= exp(decay), size[k] *= exp(decay);
         answer += S[k] * key[k] * by_key, answers += size[k] * fabs(key[k] * by_key);
       }
       magnitude = fabs(value * step), change *= step;
       if (delta) {
         double beta = columns_at(node, R_BETA, token)[h];
-        if (node->squash) beta = 1 / (1 + exp(-beta));
+        if (node->squash) beta = node->most_beta / (1 + exp(-beta));
         change = beta * (value - answer), magnitude = beta * (fabs(value) + answers);
       }
       for (int64_t k = 0; k < K; k++) {

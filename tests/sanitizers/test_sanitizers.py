@@ -351,17 +351,33 @@ DEFECTS = {
         "(GatedDelta|SelectiveScan).*expected",
     ),
     "a time step without softplus": Defect(
-        "recurrence.c", "step = softplus(", "step = (", "(GatedDelta|SelectiveScan).*expected"
+        "recurrence.c", "softplus(x)));", "x));", "(GatedDelta|SelectiveScan).*expected"
     ),
     "a time step beyond its bounds": Defect(
         "recurrence.c", "vmin(splat(k->most_step)", "vmax(splat(k->most_step)", "(GatedDelta|SelectiveScan).*expected"
+    ),
+    "the decay of the neighbouring channel": Defect(
+        "recurrence.c", "factor = splat(factors[i])", "factor = splat(factors[(i + 1) % K])", "GatedDelta.*expected"
+    ),
+    "a row answers before it decays": Defect(
+        "recurrence.c", "key[i] * key_scale * factors[i]", "key[i] * key_scale", "GatedDelta.*expected"
+    ),
+    "the bias of a channel's decay is the first head's": Defect(
+        "recurrence.c", "w->bias + head * w->K + i", "w->bias + i", "GatedDelta.*expected"
+    ),
+    "a decay without its least": Defect(
+        "recurrence.c", "splat(k->least_decay) * sigmoid", "splat(-1) * sigmoid", "GatedDelta.*expected"
+    ),
+    "decays by channel are checked as if they were a head's": Defect(
+        "recurrence.c", "k->by_channel ? H * K : H", "H", "AddressSanitizer|accepted|SEGV|overflow"
     ),
     "a value is not multiplied by its time step": Defect(
         "recurrence.c", "change[v] *= step;", ";", "SelectiveScan.*expected"
     ),
     "beta is no sigmoid": Defect(
-        "recurrence.c", "beta = sigmoid(beta);", "beta = beta + beta;", "GatedDelta.*expected"
+        "recurrence.c", "beta = sigmoid(beta) *", "beta = beta + beta *", "GatedDelta.*expected"
     ),
+    "beta is at most one": Defect("recurrence.c", "splat(k->most_beta)", "splat(1)", "GatedDelta.*expected"),
     "what is skipped is the next head's": Defect(
         "recurrence.c", "splat(w->skip[head])", "splat(w->skip[(head + 1) % H])", "SelectiveScan.*expected"
     ),

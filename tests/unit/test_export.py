@@ -54,6 +54,8 @@ def test_a_block_that_layers_share_is_linears_of_each_layer(tmp_path: Path) -> N
     names = [name for group in graph.record.groups for name in group.members if "shared_transformer" in name]
     of_first, of_later = ([name for name in names if name.startswith(layer)] for layer in (first, later))
     assert of_first and len(of_first) == len(of_later)  # its own adapters alone
+    adapters = [group.members for group in graph.record.groups if any("adapter_list.0.1" in m for m in group.members)]
+    assert len(adapters) == 4 and all(len(members) == 1 for members in adapters)  # each has an input of its own
     bundle = build_float(graph, tmp_path / "bundle", slots=len(PROMPTS))
     errors = largest_errors(bundle, random_model("zamba2-shared-blocks"), "zamba2-shared-blocks")
     assert all(error < 1e-5 for error in errors.values()), errors

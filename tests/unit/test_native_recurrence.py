@@ -29,8 +29,10 @@ from tests.recurrences import Double
 pytestmark = pytest.mark.skipif(native.level() is None, reason=native.unsupported())
 SLOTS = 5
 Halves = NDArray[np.uint16]  # numbers in bfloat16
+BY_CHANNEL = "GatedDelta by channel"  # of keys, each with its own decay
 DEFINITIONS: dict[str, Callable[..., tuple[Double, Double]]] = {
     "GatedDelta": recurrences.gated_delta,
+    BY_CHANNEL: recurrences.gated_delta,
     "SelectiveScan": recurrences.selective_scan,
 }
 
@@ -46,11 +48,12 @@ class Shape:
     def state(self) -> tuple[int, int, int]:
         return self.heads, self.keys, self.values
 
-    def of_token(self, name: str) -> tuple[int, ...]:
+    def of_token(self, operator: str, name: str) -> tuple[int, ...]:
         return {
             "value": (self.heads, self.values),
             "query": (self.groups, self.keys),
             "key": (self.groups, self.keys),
+            "decay": (self.heads, self.keys) if operator == BY_CHANNEL else (self.heads,),
         }.get(name, (self.heads,))
 
 
@@ -63,23 +66,38 @@ SHAPES = (
 )
 
 
+def arguments(operator: str) -> list[str]:
+    return [argument.name for argument in OPERATORS[operator.partition(" ")[0]].inputs]
+
+
 def per_token(operator: str) -> list[str]:
     """The inputs before the state."""
-    names = [argument.name for argument in OPERATORS[operator].inputs]
+    names = arguments(operator)
     return names[: names.index("state")]
+
+
+def node_of(operator: str, inputs: list[ir.Value], attributes: dict[str, int | float]) -> ir.Node:
+    name, _, by_channel = operator.partition(" ")
+    attributes = {**attributes, "by_channel": 1} if by_channel else attributes
+    node = ir.node(name, inputs, attributes=attributes, domain=DOMAIN)
+    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    return node
+
+
+def opened_with(node: ir.Node, inputs: list[ir.Value], threads: int = 1) -> ort.InferenceSession:
+    model = model_of(inputs, [named("y", node.outputs[0])])
+    model.opset_imports[DOMAIN] = 1
+    return open_session(ir.to_proto(model).SerializeToString(), cpu_options(threads, library(), [node.op_type]))
 
 
 @cache
 def session(operator: str, shape: Shape, threads: int = 1, *, half: bool = False) -> ort.InferenceSession:
-    inputs = [value(name, ["batch", "tokens", int(np.prod(shape.of_token(name)))]) for name in per_token(operator)]
+    widths = {name: int(np.prod(shape.of_token(operator, name))) for name in per_token(operator)}
+    inputs = [value(name, ["batch", "tokens", width]) for name, width in widths.items()]
     element = ir.DataType.BFLOAT16 if half else ir.DataType.FLOAT
     inputs.append(value("state", ["slots", *shape.state], element))
     inputs += [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
-    node = ir.node(operator, inputs, attributes={"groups": shape.groups}, domain=DOMAIN)
-    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    model = model_of(inputs, [named("y", node.outputs[0])])
-    model.opset_imports[DOMAIN] = 1
-    return open_session(ir.to_proto(model).SerializeToString(), cpu_options(threads, library(), [operator]))
+    return opened_with(node_of(operator, inputs, {"groups": shape.groups}), inputs, threads)
 
 
 def run(
@@ -110,7 +128,7 @@ def drawn(operator: str, shape: Shape, count: int, seed: int) -> dict[str, Matri
     draw = np.random.default_rng(seed)
     found: dict[str, Array] = {}
     for name in per_token(operator):
-        found[name] = draw.standard_normal((count, *shape.of_token(name)))
+        found[name] = draw.standard_normal((count, *shape.of_token(operator, name)))
     found["decay"] = -np.abs(found["decay"]) * 0.2
     if "beta" in found:
         found["beta"] = 1 / (1 + np.exp(-found["beta"]))
@@ -268,28 +286,53 @@ def fused(operator: str, widths: dict[str, int], firsts: dict[str, int], **setti
     inputs = [value(name, ["batch", "tokens", widths[name]]) for name in per_token(operator)]
     inputs.append(value("state", [SLOTS, H, K, V]))
     inputs += [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
-    names = [argument.name for argument in OPERATORS[operator].inputs]
-    numbers = [parameter(f"a.{name}", heads(name)) for name in names[names.index("slots") + 1 :]]
+    names = arguments(operator)
+    numbers = [parameter(f"a.{name}", heads(operator, name)) for name in names[names.index("slots") + 1 :]]
     attributes = {"groups": G, **{f"{name}_first": first for name, first in firsts.items()}, **settings}
-    node = ir.node(operator, [*inputs, *numbers], attributes=attributes, domain=DOMAIN)
-    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    model = model_of(inputs, [named("y", node.outputs[0])])
-    model.opset_imports[DOMAIN] = 1
-    return open_session(ir.to_proto(model).SerializeToString(), cpu_options(1, library(), [operator]))
+    return opened_with(node_of(operator, [*inputs, *numbers], attributes), inputs)
 
 
-def heads(name: str) -> Matrix:
+def heads(operator: str, name: str) -> Matrix:
     numbers = {"rate": [-1.5, -0.3, -0.01, -4], "bias": [0.5, -2, 1, 0], "skip": [1, -0.5, 2, 0]}
-    return np.array(numbers[name], np.float32)
+    found = np.array(numbers[name], np.float32)
+    if operator == BY_CHANNEL and name == "bias":
+        found = found[:, None] + np.linspace(-1, 1, K, dtype=np.float32)
+    return found
 
 
 @pytest.mark.parametrize("bounds", [{}, BOUNDS], ids=["any step", "steps within bounds"])
 @pytest.mark.parametrize("operator", DEFINITIONS)
 def test_time_steps_rates_and_gates_are_computed_with_the_recurrence(operator: str, bounds: dict[str, float]) -> None:
     """Of columns that lie between others: those that are not its own are NaN."""
+    tokens, y = computed(operator, bounds)
+    step = np.log1p(np.exp(tokens["decay"].astype(np.float64) + heads(operator, "bias")))
+    step = step.clip(bounds.get("least_step", 0), bounds.get("most_step", np.inf))
+    skipped: Array = np.zeros_like(y)
+    given: dict[str, Array] = {**tokens, "decay": step * rates(operator)}
+    if operator == "SelectiveScan":
+        given["value"] = tokens["value"] * step[:, :, None]
+        skipped = tokens["value"] * heads(operator, "skip")[:, None]
+    np.testing.assert_allclose(y, DEFINITIONS[operator](*given.values())[0] + skipped, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("operator", ["GatedDelta", BY_CHANNEL])
+def test_a_decay_can_have_a_least(operator: str) -> None:
+    tokens, y = computed(operator, {"least_decay": -0.7})
+    inner = rates(operator) * (tokens["decay"].astype(np.float64) + heads(operator, "bias"))
+    given: dict[str, Array] = {**tokens, "decay": -0.7 / (1 + np.exp(-inner))}
+    np.testing.assert_allclose(y, recurrences.gated_delta(*given.values())[0], rtol=2e-5, atol=2e-5)
+
+
+def rates(operator: str) -> Matrix:
+    found = heads(operator, "rate")
+    return found[:, None] if operator == BY_CHANNEL else found
+
+
+def computed(operator: str, settings: dict[str, float]) -> tuple[dict[str, Matrix], Matrix]:
+    """Tokens whose beta is taken as it is once its sigmoid is, and ``[M, H, V]`` of them."""
     shape = Shape(H, G, K, V)
     tokens = drawn(operator, shape, 21, 5)
-    raw = np.random.default_rng(6).standard_normal((21, H)).astype(np.float32) * 3
+    raw = np.random.default_rng(6).standard_normal(tokens["decay"].shape).astype(np.float32) * 3
     tokens["decay"] = raw
     firsts = {name: 3 + 2 * n for n, name in enumerate(tokens)}
     spread: dict[str, Matrix] = {}
@@ -298,18 +341,32 @@ def test_time_steps_rates_and_gates_are_computed_with_the_recurrence(operator: s
         spread[name] = np.full((21, flat.shape[1] + firsts[name] + 5), np.nan, np.float32)
         spread[name][:, firsts[name] : firsts[name] + flat.shape[1]] = flat
     widths = {name: array.shape[1] for name, array in spread.items()}
-    opened = fused(operator, widths, firsts, squash=1, **bounds)
+    opened = fused(operator, widths, firsts, squash=1, most_beta=1.5, **settings)
     y = run(opened, spread, unknown(shape), [21], [0], [3])
-    step = np.log1p(np.exp(raw.astype(np.float64) + heads("bias")))
-    step = step.clip(bounds.get("least_step", 0), bounds.get("most_step", np.inf))
-    given: dict[str, Array] = {**tokens, "decay": step * heads("rate")}
-    skipped: Array = np.zeros((21, H, V))
-    if operator == "GatedDelta":
-        given["beta"] = 1 / (1 + np.exp(-tokens["beta"].astype(np.float64)))
-    else:
-        given["value"] = tokens["value"] * step[:, :, None]
-        skipped = tokens["value"] * heads("skip")[:, None]
-    np.testing.assert_allclose(y, DEFINITIONS[operator](*given.values())[0] + skipped, rtol=2e-5, atol=2e-5)
+    if "beta" in tokens:
+        tokens["beta"] = (1.5 / (1 + np.exp(-tokens["beta"].astype(np.float64)))).astype(np.float32)
+    return tokens, y
+
+
+@pytest.mark.parametrize(
+    ("operator", "settings", "keys"),
+    [
+        ("SelectiveScan", {"by_channel": 1}, 8),
+        ("SelectiveScan", {"least_decay": -1.0}, 8),
+        ("GatedDelta", {"least_decay": 1.0}, 8),
+        (BY_CHANNEL, {}, 1025),
+    ],
+    ids=str,
+)
+def test_decays_that_no_kernel_has_are_refused(operator: str, settings: dict[str, float], keys: int) -> None:
+    shape = Shape(keys=keys)
+    widths = {name: int(np.prod(shape.of_token(operator, name))) for name in per_token(operator)}
+    inputs = [value(name, ["batch", "tokens", width]) for name, width in widths.items()]
+    inputs.append(value("state", ["slots", *shape.state]))
+    inputs += [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
+    with pytest.raises(Exception, match=r"a recurrence: .* (decays|decay)"):
+        opened = opened_with(node_of(operator, inputs, {"groups": shape.groups, **settings}), inputs)
+        run(opened, drawn(operator, shape, 3, 0), unknown(shape), [3], [0], [0])
 
 
 def test_softplus_keeps_small_steps_and_large_ones() -> None:
@@ -319,11 +376,7 @@ def test_softplus_keeps_small_steps_and_large_ones() -> None:
     inputs.append(value("state", ["slots", 1, 1, 1]))
     inputs += [value(name, [name], ir.DataType.INT32) for name in ("offsets", "starts", "slots")]
     rate = parameter("a.rate", np.full(1, -1, np.float32))
-    node = ir.node("SelectiveScan", [*inputs, rate], attributes={"groups": 1}, domain=DOMAIN)
-    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    model = model_of(inputs, [named("y", node.outputs[0])])
-    model.opset_imports[DOMAIN] = 1
-    opened = open_session(ir.to_proto(model).SerializeToString(), cpu_options(1, library(), ["SelectiveScan"]))
+    opened = opened_with(node_of("SelectiveScan", [*inputs, rate], {"groups": 1}), inputs)
     ones = np.ones((len(raw), 1), np.float32)
     tokens = {"value": ones, "query": ones, "key": ones, "decay": raw[:, None]}
     count = len(raw)

@@ -104,6 +104,29 @@ def test_rates_stay_in_float_unless_a_rule_names_them(graph: PortableGraph) -> N
     assert "layers.0.delta_in" not in resolve(graph, RULES)  # there is nothing else before it but the convolution
 
 
+def test_rates_of_a_low_rank_stay_in_float() -> None:
+    """Kimi Linear makes decays by two linears, of which the first reads what betas are made of."""
+    graph = family_graph("kimi_linear").record
+    members = {group.name: [name.split(".")[-2] for name in group.members] for group in graph.groups}
+    rates = {name: members[name] for name in ("layers.0.delta_rates", "layers.0.delta_rates.f_b_proj")}
+    assert list(rates.values()) == [["f_a_proj", "b_proj"], ["f_b_proj"]]
+    resolved = resolve(graph, RULES)
+    assert {name for name, scheme in resolved.items() if scheme == FLOAT} == {*rates}
+    assert all(candidates_of(group) == (FLOAT,) for group in graph.groups if group.name in rates)
+    named = Rule(match="layers.*.delta_rates*", bits=8, symmetric=True)
+    assert all(resolve(graph, (named, *RULES))[name] == named.scheme for name in rates)
+
+
+def test_a_gate_of_what_a_recurrence_gives_is_no_mlp() -> None:
+    """It is made by two linears, too, of which a rule over the MLP says nothing."""
+    members = {group.name: [*group.members] for group in family_graph("kimi_linear").record.groups}
+    mlp, gate = "model.layers.0.mlp", "model.layers.0.self_attn"
+    assert members["layers.0.gate_up"] == [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"]
+    assert members["layers.0.down"] == [f"{mlp}.down_proj.weight"]
+    assert members["layers.0.g_a_proj"] == [f"{gate}.g_a_proj.weight"]
+    assert members["layers.0.g_b_proj"] == [f"{gate}.g_b_proj.weight"]
+
+
 def test_the_planner_leaves_rates_in_float(graph: PortableGraph) -> None:
     menus = {unit.name: candidates_of(unit.groups[0]) for unit in units_of(graph, 1)}
     assert menus["layers.0.delta_rates"] == (FLOAT,)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.export.check.difference import largest_difference
 from tapeout.errors import ExportError
-from tapeout.operators import DOMAIN, operators
+from tapeout.operators import DOMAIN, computed_by_token, operators, state_left
 from tapeout.operators.gated_delta.in_torch import delta_traced
 from tapeout.operators.operator import Tracer
 from tests.exported import family_graph
@@ -30,10 +30,16 @@ BATCH, TOKENS = 2, 9
 STATE = (HEADS, KEY_SIZE, VALUE_SIZE)
 
 
+BY_CHANNEL = "GatedDelta by channel"  # of keys, each with its own decay
 DEFINITIONS: dict[str, Callable[..., tuple[Double, Double]]] = {
     "GatedDelta": gated_delta,
+    BY_CHANNEL: gated_delta,
     "SelectiveScan": selective_scan,
 }
+
+
+def decays(operator: str) -> tuple[int, ...]:
+    return (HEADS, KEY_SIZE) if operator == BY_CHANNEL else (HEADS,)
 
 
 @cache
@@ -42,16 +48,17 @@ def graph(operator: str) -> ir.Model:
         value("value", ["batch", "tokens", HEADS, VALUE_SIZE]),
         value("query", ["batch", "tokens", KEY_HEADS, KEY_SIZE]),
         value("key", ["batch", "tokens", KEY_HEADS, KEY_SIZE]),
-        value("decay", ["batch", "tokens", HEADS]),
-        *([value("beta", ["batch", "tokens", HEADS])] if operator == "GatedDelta" else []),
+        value("decay", ["batch", "tokens", *decays(operator)]),
+        *([value("beta", ["batch", "tokens", HEADS])] if operator != "SelectiveScan" else []),
         value("mask", ["batch", "total"], ir.DataType.INT64),
         value("past", ["batch", *STATE]),
     ]
-    output = op(operator, inputs, domain=DOMAIN, outputs=2)
+    name = operator.partition(" ")[0]
+    output = op(name, inputs, domain=DOMAIN, outputs=2)
     made = output.producer()
     assert made is not None
     model = model_of(inputs, [named("y", output), named("present", made.outputs[1])])
-    model.functions[(DOMAIN, operator, "")] = operators()[operator].function()
+    model.functions[(DOMAIN, name, "")] = operators()[name].function()
     model.opset_imports[DOMAIN] = 1
     return model
 
@@ -60,8 +67,8 @@ def drawn(operator: str, seed: int) -> dict[str, Matrix]:
     draw = np.random.default_rng(seed)
     shapes = {"value": (HEADS, VALUE_SIZE), "query": (KEY_HEADS, KEY_SIZE), "key": (KEY_HEADS, KEY_SIZE)}
     values = {name: draw.standard_normal((BATCH, TOKENS, *shape)) for name, shape in shapes.items()}
-    values["decay"] = -draw.exponential(1, (BATCH, TOKENS, HEADS))
-    if operator == "GatedDelta":
+    values["decay"] = -draw.exponential(1, (BATCH, TOKENS, *decays(operator)))
+    if operator != "SelectiveScan":
         values["beta"] = draw.uniform(0, 1, (BATCH, TOKENS, HEADS))
     return {name: each.astype(np.float32) for name, each in values.items()}
 
@@ -94,9 +101,10 @@ def test_two_pieces_are_what_the_definition_says_whatever_is_hidden(
         np.testing.assert_allclose(state[entry], kept, rtol=1e-5, atol=1e-5)
 
 
-def test_transformers_is_compared_token_by_token() -> None:
-    """Its rule in chunks is off by more than rounding; the graph is not."""
-    assert family_graph("qwen3_5").record.max_relative_error < 1e-5
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "bailing_hybrid", "bailing_hybrid-any-decay"])
+def test_transformers_is_compared_token_by_token(family: str) -> None:
+    """Its rules in chunks are off by more than rounding; graphs are not."""
+    assert family_graph(family).record.max_relative_error < 1e-5
 
 
 @pytest.mark.parametrize("parameter", ["A_log", "dt_bias", "in_proj_b", "conv1d"])
@@ -107,6 +115,30 @@ def test_a_recurrence_slightly_off_is_seen(parameter: str, tmp_path: Path) -> No
         (found if isinstance(found, torch.nn.Parameter) else found.weight).mul_(1.02)
     path = family_graph("qwen3_5").folder / "model.onnx"
     assert largest_difference(model, path, tmp_path, positions=MAX_POSITIONS).error > 1e-4
+
+
+@pytest.mark.parametrize("parameter", ["A_log", "dt_bias", "f_a_proj", "f_b_proj"])
+def test_a_decay_by_channel_slightly_off_is_seen(parameter: str, tmp_path: Path) -> None:
+    model = random_model("kimi_linear")
+    with torch.no_grad():
+        found = getattr(model.model.layers[0].self_attn.forget_gate, parameter)
+        (found if isinstance(found, torch.nn.Parameter) else found.weight).mul_(1.05)
+    path = family_graph("kimi_linear").folder / "model.onnx"
+    assert largest_difference(model, path, tmp_path, positions=MAX_POSITIONS).error > 3e-5
+
+
+@pytest.mark.parametrize("kept", [None, lambda state: state], ids=["at once", "token by token"])
+def test_both_rules_are_computed_token_by_token(kept: Any) -> None:
+    """Whatever is before and however states are kept, which are handed over as they are left."""
+    model, left = random_model("kimi_linear"), list[Any]()
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad(), state_left(model, lambda _, state: left.append(state)):
+        chunked = model(ids, use_cache=False).logits
+    with torch.no_grad(), computed_by_token(model, kept), state_left(model, lambda _, state: left.append(state)):
+        by_token = model(ids, use_cache=False).logits
+    assert 0 < (chunked - by_token).abs().max() < 1e-4
+    (_, delta), (_, other) = left[:2], left[2:]
+    assert delta.shape == (1, 4, 16, 16) and (delta - other).abs().max() < 1e-5
 
 
 def test_bounds_of_time_steps_are_carried(tmp_path: Path) -> None:
@@ -123,6 +155,7 @@ def test_bounds_of_time_steps_are_carried(tmp_path: Path) -> None:
     [
         ({}, "queries and keys as they are"),
         ({"use_qk_l2norm_in_kernel": True, "cu_seqlens": [0, 3]}, "cu_seqlens"),
+        ({"use_qk_l2norm_in_kernel": True, "A_log": torch.zeros(2)}, "A_log"),
     ],
 )
 def test_another_rule_is_refused(options: dict[str, Any], found: str) -> None:

@@ -4,6 +4,7 @@
     norm(x * SiLU(gate), w)          ->   GatedNorm(x, gate, w): Mamba2's, of groups of channels
     x * SiLU(gate)                   ->   GatedNorm(x, gate)
     x * Sigmoid(gate)                ->   GatedNorm(x, gate), ``sigmoid``; ``[.., 1]`` gates all channels
+    x * Unsqueeze(Sigmoid(gate))     ->   GatedNorm(x, Reshape(gate)), ``sigmoid``: of heads, all channels of each
     x * constant                     ->   Scale(x, constant): one number, or one for each channel
     x [* constant] + y               ->   Scale(x, constant or 1, y)
 
@@ -20,7 +21,18 @@ import numpy as np
 import onnx_ir as ir
 
 from engines.kernels.operators import DOMAIN
-from engines.passes.base import Lowering, PassResult, attribute, constant, new_value, only_use, producer_of, replace
+from engines.passes.base import (
+    Lowering,
+    PassResult,
+    attribute,
+    constant,
+    dimension,
+    new_value,
+    only_use,
+    producer_of,
+    replace,
+    sizes,
+)
 from engines.passes.onnxruntime.columns import columns_of, runs_of
 
 NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
@@ -61,7 +73,8 @@ def _replaced(
 ) -> int:
     """How many nodes became this operator. ``replaced``: says why one does not."""
     matched = 0
-    for node in [n for n in lowering.model.graph if n.domain == "" and n.op_type == op_type]:
+    # From the end, as what reads a sum may be another one.
+    for node in reversed([n for n in lowering.model.graph if n.domain == "" and n.op_type == op_type]):
         if node.graph is None or not is_one(node):  # gone with another one
             continue
         if reason := lowering.kernels.unsupported(operator) or replaced(lowering.model, node):
@@ -166,20 +179,34 @@ def _sum(model: ir.Model, node: ir.Node) -> str:
 def _gate_of(value: ir.Value) -> tuple[ir.Value, bool] | None:
     """The gate whose SiLU or sigmoid a value is; true for the sigmoid."""
     for kind, alpha in (("QuickGelu", 1.0), ("Sigmoid", 0.0)):
-        node = producer_of(value, kind)
+        node = producer_of(_of_heads(value) or value, kind)
         if node is not None and attribute(node, "alpha", 0.0) == alpha and node.inputs[0] is not None:
             return node.inputs[0], kind == "Sigmoid"
     return None
+
+
+def _of_heads(value: ir.Value | None) -> ir.Value | None:
+    """What ``[B, S, H, 1]`` is of ``[B, S, H]``."""
+    apart = producer_of(value, "Unsqueeze")
+    flat = apart.inputs[0] if apart is not None else None
+    if value is None or flat is None or len(flat.shape or ()) != 3:
+        return None
+    return flat if value.shape == ir.Shape([*list(flat.shape or ()), 1]) else None
 
 
 def _gate(model: ir.Model, node: ir.Node) -> str:
     """Returns why not."""
     a, b = node.inputs
     assert a is not None and b is not None
-    x, found = (a, _gate_of(b)) if _gate_of(b) else (b, _gate_of(a))
+    x, factor = (a, b) if _gate_of(b) else (b, a)
+    found = _gate_of(factor)
     assert found is not None
     gate, sigmoid = found
-    y = node.outputs[0]
+    y, apart = node.outputs[0], list[ir.Node]()
+    if _of_heads(factor) is not None:
+        apart = [ir.node("Reshape", [gate, sizes(model, 0, 0, dimension(gate, 2), 1)])]
+        apart[0].outputs[0].type, apart[0].outputs[0].shape = gate.type, factor.shape
+        gate = apart[0].outputs[0]
     attributes: dict[str, int | float] = {"sigmoid": int(sigmoid)}
     weight: ir.Value | None = None
     norm = _norm_before(x, gate, y)
@@ -216,7 +243,7 @@ def _gate(model: ir.Model, node: ir.Node) -> str:
     )
     last = y.producer()
     assert last is not None
-    replace(model, [last], [gated], {y: gated.outputs[0]})
+    replace(model, [last], [*apart, gated], {y: gated.outputs[0]})
     return ""
 
 

@@ -6,7 +6,8 @@
 So does multi-head latent attention (DeepSeek-V2, 2.1): a key of a head has channels of its own, made of a latent, and
 channels that all heads share and that turn. Models write this down in many ways. So where each channel comes from is
 found by running what only moves numbers, over numbers that say where they come from. What remains is one Split of each
-linear and one Concat each of queries, keys and values: copies, whose bits depend on nothing.
+linear and one Concat each of queries, keys and values: copies, whose bits depend on nothing. Where nothing turns, as
+in Kimi Linear, the same holds of a key's two parts.
 
 Attention turns the first channels of a head. Those that turn therefore come first in queries and in keys, which
 changes no score; scales of a quantized cache are put in the same order.
@@ -26,6 +27,8 @@ from engines.passes.base import Lowering, PassResult, attribute, dimension, new_
 from tapeout.operators import layer_of_node
 from tapeout.operators.attention import AttentionNode, is_attention
 
+NOT_COPIED = "keys are not copied from linears alone; keys are put together by ONNX Runtime"
+OVERLAPPING = "parts of keys and values overlap; keys are put together by ONNX Runtime"
 BATCH, TOKENS = 2, 3  # of the numbers that are moved
 # Operators that move numbers, and which of their inputs they move; None: all.
 MOVES: dict[str, tuple[int, ...] | None] = {
@@ -66,8 +69,8 @@ class Parts:
     runs: list[Runs]
     order: list[int]  # of the channels of a head: those that turn, as the kernel pairs them, and the others
     turned: int
-    rotary: ir.Node
-    interleaved: bool
+    rotary: ir.Node | None = None
+    interleaved: bool = False
 
 
 def run(lowering: Lowering) -> PassResult:
@@ -88,6 +91,8 @@ def parts_of(model: ir.Model, node: ir.Node) -> Parts | str:
     """What is found of a layer; else why its keys stay as they are, empty where all is of one linear."""
     query, key, value = node.inputs[:3]
     turning = [rotaries(each) for each in (query, key)]
+    if not any(turning):
+        return _unturned(model, node)
     if any(len(each) != 1 for each in turning):
         return ""
     (of_query,), (of_key,) = turning
@@ -97,7 +102,7 @@ def parts_of(model: ir.Model, node: ir.Node) -> Parts | str:
         return "queries and keys are turned in different ways; keys are put together by ONNX Runtime"
     found = [_channels(model, each) for each in (query, key, value)]
     if any(heads is None for heads in found):
-        return "keys are not copied from linears alone; keys are put together by ONNX Runtime"
+        return NOT_COPIED
     heads = [each for each in found if each is not None]
     places = {tuple(channel.place for channel in head) for each in heads[:2] for head in each}
     if len(places) > 1 or any(channel.place is not None for head in heads[2] for channel in head):
@@ -116,8 +121,27 @@ def parts_of(model: ir.Model, node: ir.Node) -> Parts | str:
     orders = order, order, range(len(heads[2][0]))
     runs = [_runs(each[c] for each in one for c in channels) for one, channels in zip(heads, orders, strict=True)]
     if _overlap({run for each in runs for run in each}):
-        return "parts of keys and values overlap; keys are put together by ONNX Runtime"
+        return OVERLAPPING
     return Parts(runs, order, turned, of_key, interleaved)
+
+
+def _unturned(model: ir.Model, node: ir.Node) -> Parts | str:
+    """The same of a layer whose queries and keys have no positions."""
+    if len(_sources(node.inputs[1])) < 2:
+        return ""
+    heads = [found for each in node.inputs[:3] if (found := _channels(model, each)) is not None]
+    if len(heads) < 3:
+        return NOT_COPIED
+    runs = [_runs(channel for head in each for channel in head) for each in heads]
+    if _overlap({run for each in runs for run in each}):
+        return OVERLAPPING
+    return Parts(runs, [*range(len(heads[1][0]))], 0)
+
+
+def _is_whole(runs: Runs) -> bool:
+    """Whether a value is all of a linear's output as it is, such as queries whose channels keep their order."""
+    ((source, begin, end), *others) = runs
+    return not others and begin == 0 and end == dimension(source, -1)
 
 
 def _way(rotary: ir.Node) -> tuple[Sequence[ir.Value | None], int, int]:
@@ -129,9 +153,11 @@ def _way(rotary: ir.Node) -> tuple[Sequence[ir.Value | None], int, int]:
 def _lower(lowering: Lowering, node: ir.Node, parts: Parts) -> None:
     model, layer = lowering.model, layer_of_node(node)
     fixed, created = AttentionNode.of(node), list[ir.Node]()
-    pieces = _pieces(model, {run for each in parts.runs for run in each}, created)
-    replaced = list(node.inputs[:3])
-    for place, (each, like) in enumerate(zip(parts.runs, replaced, strict=True)):
+    apart = [place for place, runs in enumerate(parts.runs) if not _is_whole(runs)]
+    pieces = _pieces(model, {run for place in apart for run in parts.runs[place]}, created)
+    replaced = [node.inputs[place] for place in apart]
+    for place, like in zip(apart, replaced, strict=True):
+        each = parts.runs[place]
         joined = [pieces[run] for run in each]
         flat = joined[0] if len(joined) == 1 else _made(created, ir.node("Concat", joined, attributes={"axis": -1}))
         heads, size = dimension(like, 1), fixed.head_size if place < 2 else fixed.value_size
@@ -140,8 +166,8 @@ def _lower(lowering: Lowering, node: ir.Node, parts: Parts) -> None:
         rows.type, rows.shape = flat.type, ir.Shape([None, None, heads, size])
         value = _made(created, ir.node("Transpose", [rows], attributes={"perm": [0, 2, 1, 3]}))
         value.type, value.shape = flat.type, ir.Shape([None, heads, None, size])
-        if place < 2:
-            value = _turned(model, value, parts, created)
+        if place < 2 and parts.rotary is not None:
+            value = _turned(model, value, parts, parts.rotary, created)
         node.replace_input_with(place, value)
     model.graph.insert_before(node, created)
     remove_dead(model, [producer for value in replaced if value is not None and (producer := value.producer())])
@@ -150,7 +176,7 @@ def _lower(lowering: Lowering, node: ir.Node, parts: Parts) -> None:
         lowering.kv_scales = {**lowering.kv_scales, name: lowering.kv_scales[name][..., parts.order]}
 
 
-def _turned(model: ir.Model, value: ir.Value, parts: Parts, created: list[ir.Node]) -> ir.Value:
+def _turned(model: ir.Model, value: ir.Value, parts: Parts, rotary: ir.Node, created: list[ir.Node]) -> ir.Value:
     """The first channels of ``[B, H, S, D]`` turned."""
     size, axis, one = dimension(value, 3), sizes(model, 3), sizes(model, 1)
     first, rest = (
@@ -159,9 +185,7 @@ def _turned(model: ir.Model, value: ir.Value, parts: Parts, created: list[ir.Nod
     )
     for part, width in ((first, parts.turned), (rest, size - parts.turned)):
         part.type, part.shape = value.type, ir.Shape([*list(value.shape or ())[:3], width])
-    node = ir.node(
-        "RotaryEmbedding", [first, *parts.rotary.inputs[1:]], attributes={"interleaved": int(parts.interleaved)}
-    )
+    node = ir.node("RotaryEmbedding", [first, *rotary.inputs[1:]], attributes={"interleaved": int(parts.interleaved)})
     turned = _made(created, node)
     turned.type, turned.shape = first.type, first.shape
     joined = _made(created, ir.node("Concat", [turned, rest], attributes={"axis": -1}))

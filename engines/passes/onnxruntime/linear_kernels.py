@@ -32,7 +32,7 @@ from engines.passes.graph.linears import (
 )
 from engines.passes.onnxruntime.block_linears import in_more_bits, widened
 from engines.passes.onnxruntime.routers import float_linear
-from tapeout.operators import is_rate
+from tapeout.operators import rate_in
 from tapeout.quantized import QuantizedWeight
 
 ACCURACY_LEVEL = 4
@@ -53,7 +53,7 @@ def _lower(lowering: Lowering, node: ir.Node) -> None:
     if bits:
         nodes = [_nbits(lowering, label, node, bits)]
         put(lowering, node, nodes, f"MatMulNBits {described(parts[0])}{in_more_bits(parts[0], bits)}")
-    elif not parts and is_rate(label) and not lowering.kernels.unsupported("FloatLinear"):
+    elif not parts and rate_in(label) and not lowering.kernels.unsupported("FloatLinear"):
         put(lowering, node, [_rate(lowering, label, node)], "FloatLinear fp32")
     else:
         decoded = f", decoded from {parts[0].scheme.name}" if parts else ""

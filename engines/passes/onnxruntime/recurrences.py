@@ -11,9 +11,13 @@ read where they lie, as columns of the linear's or convolution's output that a m
 the recurrence is computed with it where it is written as they write it:
 
     decay = rate * step, step = Clip(Softplus(x + bias))   ->   decay is x, with ``least_step`` and ``most_step``
+    decay = least * Sigmoid(rate * (x + bias))             ->   decay is x, with ``least_decay``
     value = x * step, of a selective scan                  ->   value is x
     y = scan + skip * x, of a selective scan               ->   skip is an input
-    beta = Sigmoid(x)                                      ->   beta is x, with ``squash``
+    beta = Sigmoid(x), or a constant times it              ->   beta is x, with ``squash`` and ``most_beta``
+
+Decays of a gated delta rule are those of heads, ``[B, S, H]``, or of key channels, ``[B, S, H, K]``, with
+``by_channel``: then rates are of heads and biases of channels.
 
 :class:`BuildError` where the kernels have no such operator: the target has no other.
 """
@@ -21,6 +25,7 @@ the recurrence is computed with it where it is written as they write it:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 import onnx_ir as ir
@@ -49,9 +54,9 @@ PLAIN_ABOVE = 20  # where torch's softplus takes x for log(1 + e^x)
 
 @dataclass
 class TimeStep:
-    """A time step, and the numbers ``[H]`` that make of it a decay."""
+    """What decays are made of: a linear's output, and constants. ``value``: the time step; none of a least decay."""
 
-    value: ir.Value
+    value: ir.Value | None
     x: ir.Value  # before bias and softplus
     bias: ir.Value | None
     rate: ir.Value
@@ -73,7 +78,8 @@ def run(lowering: Lowering) -> PassResult:
                 expected="a recurrence that a kernel of the target computes (docs/native-kernels.md)",
                 remedy="build this model for another target",
             )
-        notes += (f"layer {layer_of_node(node)}: {note}" for note in _lower(lowering, node, where))
+        layer = layer_of_node(node)
+        notes += (f"layer {layer}: {note}" for note in _lower(lowering, node, where))
         model.functions.pop(("tapeout", name, ""), None)
     drop_mask(model)
     model.opset_imports[DOMAIN] = 1
@@ -88,9 +94,12 @@ def _lower(lowering: Lowering, node: ir.Node, where: list[ir.Value]) -> list[str
     assert past is not None and past.shape is not None
     scans, notes = node.op_type != gated_delta.NAME, list[str]()
     attributes: dict[str, int | float] = {"groups": dimension(key, 2)}
+    by_channel = len(decay.shape or ()) == 4
+    if by_channel:
+        attributes["by_channel"] = 1
     step, skip, output = _step_of(decay), None, node.outputs[0]
     if step is not None and scans:
-        unscaled = _factor(value, step.value)
+        unscaled = None if step.value is None else _factor(value, step.value)
         if unscaled is None:
             step = None
         else:
@@ -98,21 +107,21 @@ def _lower(lowering: Lowering, node: ir.Node, where: list[ir.Value]) -> list[str
             if found := _skip_of(output, value):
                 skip, output = found
     if step is None:
-        notes.append("its time step is not a softplus of a linear's output; computed outside of the recurrence")
+        notes.append("its decay is not made of a linear's output in a known way; computed outside of the recurrence")
     else:
         decay, attributes = step.x, attributes | step.bounds
     (beta,) = betas or [None]
-    sigmoid = producer_of(beta, "Sigmoid")
+    factor = _number_times(beta)
+    most, inner = factor or (1.0, beta)
+    sigmoid = producer_of(inner, "Sigmoid")
     if sigmoid is not None:
         (beta,) = sigmoid.inputs
-        attributes["squash"] = 1
+        attributes |= {"squash": 1, **({"most_beta": most} if most != 1 else {})}
     created, inputs = list[ir.Node](), list[ir.Value | None]()
-    for name, each in {"value": value, "query": query, "key": key}.items():
-        source, attributes[f"{name}_first"] = flat_columns_of(model, each, created)
-        inputs.append(source)
-    for name, each in {"decay": decay, "beta": beta}.items():
+    for name, each in {"value": value, "query": query, "key": key, "decay": decay, "beta": beta}.items():
         if each is not None:
-            source, attributes[f"{name}_first"] = columns_of(each)
+            whole = flat_columns_of(model, each, created) if len(each.shape or ()) == 4 else columns_of(each)
+            source, attributes[f"{name}_first"] = whole
             inputs.append(source)
     inputs += [past, *where, step.rate if step else None, step.bias if step else None, *([skip] if scans else [])]
     heads, _, channels = (dimension(past, axis) for axis in (1, 2, 3))
@@ -130,11 +139,16 @@ def _lower(lowering: Lowering, node: ir.Node, where: list[ir.Value]) -> list[str
 
 
 def _step_of(decay: ir.Value) -> TimeStep | None:
-    """The time step that a decay is a multiple of, if it is one."""
+    """What a decay ``[B, S, H]`` or ``[B, S, H, K]`` is made of, if it is a kernel's."""
     product = producer_of(decay, "Mul")
     if product is None:
         return None
-    step, rate = _with_constant(product)
+    return _least_decay_of(product) or _multiple_of(product)
+
+
+def _multiple_of(product: ir.Node) -> TimeStep | None:
+    """``rate * Clip(Softplus(x + bias))``"""
+    step, rate = _with_constant(product, by_head=True)
     if step is None or rate is None:
         return None
     bounds, value = dict[str, float](), step
@@ -147,33 +161,91 @@ def _step_of(decay: ir.Value) -> TimeStep | None:
                 bounds[name] = float(bound.const_value.numpy())
         (value, *_) = clip.inputs
     plain = _softplus_of(value)
-    if plain is None:
+    return None if plain is None else TimeStep(step, *_without_bias(plain), rate, bounds)
+
+
+def _least_decay_of(product: ir.Node) -> TimeStep | None:
+    """``least * Sigmoid(rate * (x + bias))``"""
+    least, sigmoid = _number_times(product.outputs[0]) or (0.0, None)
+    inner = producer_of(sigmoid, "Sigmoid")
+    scaled = producer_of(inner.inputs[0], "Mul") if inner is not None else None
+    x, rate = _with_constant(scaled, by_head=True) if scaled is not None else (None, None)
+    if not least < 0 or x is None or rate is None:
         return None
-    total = producer_of(plain, "Add")
-    x, bias = _with_constant(total) if total is not None else (None, None)
-    return TimeStep(step, plain if x is None else x, bias, rate, bounds)
+    return TimeStep(None, *_without_bias(x), rate, {"least_decay": least})
+
+
+def _number_times(value: ir.Value | None) -> tuple[float, ir.Value] | None:
+    """The number and the other factor of a product with one."""
+    product = producer_of(value, "Mul")
+    for x, other in (product.inputs, reversed(product.inputs)) if product is not None else ():
+        tensor = other.const_value if other is not None else None
+        if x is not None and tensor is not None and tensor.size == 1:
+            return float(np.asarray(tensor.numpy()).item()), x
+    return None
+
+
+def _without_bias(x: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """What a bias is added to, before or after it is cut into heads, and the bias; else ``x`` itself."""
+    joined = producer_of(x, "Reshape") if len(x.shape or ()) == 4 else None
+    for value in (x, joined.inputs[0] if joined is not None else None):
+        total = producer_of(value, "Add")
+        if total is not None:
+            plain, bias = _with_constant(total, by_head=False)
+            if plain is not None and bias is not None:
+                return plain, bias
+    return x, None
 
 
 def _softplus_of(value: ir.Value | None) -> ir.Value | None:
-    """The x of a softplus, as torch exports it: x itself where it is large."""
+    """The x of a softplus, as torch exports it or models write it: x itself where it is large."""
     where = producer_of(value, "Where")
     if where is None:
         return None
     condition, large, small = where.inputs
-    greater, softplus = producer_of(condition, "Greater"), producer_of(small, "Softplus")
-    if greater is None or softplus is None or large is None:
+    greater = producer_of(condition, "Greater")
+    if greater is None or large is None:
         return None
     bound = greater.inputs[1].const_value if greater.inputs[1] is not None else None
-    same = greater.inputs[0] is large and softplus.inputs[0] is large
+    same = greater.inputs[0] is large and _logarithm_of(small) is large
     return large if same and bound is not None and float(bound.numpy()) == PLAIN_ABOVE else None
 
 
-def _with_constant(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
-    """The computed operand of a sum or product, and the other where that is an initializer ``[H]``."""
+def _logarithm_of(small: ir.Value | None) -> ir.Value | None:
+    """The x of Softplus(x), or of Log(1 + Exp(x))."""
+    softplus, logarithm = producer_of(small, "Softplus"), producer_of(small, "Log")
+    if softplus is not None:
+        return softplus.inputs[0]
+    total = producer_of(logarithm.inputs[0], "Add") if logarithm is not None else None
+    for x, other in (total.inputs, reversed(total.inputs)) if total is not None else ():
+        exponential, one = producer_of(x, "Exp"), other.const_value if other is not None else None
+        if exponential is not None and one is not None and (np.asarray(one.numpy()) == 1).all():
+            return exponential.inputs[0]
+    return None
+
+
+def _with_constant(node: ir.Node, *, by_head: bool) -> tuple[ir.Value | None, ir.Value | None]:
+    """The computed operand of a sum or product, and the other, an initializer.
+
+    The operand is ``[B, S, H]``, and the other ``[H]``; or ``[B, S, H, K]``, and the other has a number for each head,
+    as ``[1, 1, H, 1]``, or where not ``by_head`` for each channel; or ``[B, S, H·K]``, and a number for each.
+    """
     for x, other in (node.inputs, reversed(node.inputs)):
-        if other is not None and other.is_initializer() and x is not None and not x.is_initializer():
-            return (x, other) if list(other.shape or ()) == list(x.shape or ())[-1:] else (None, None)
+        numbers = _initializer(other)
+        if numbers is not None and other is not None and _initializer(x) is None and x is not None:
+            shape, own = list(x.shape or ())[2:], [size for size in other.shape or () if isinstance(size, int)]
+            wanted = [*shape[:1], 1] if by_head and len(shape) == 2 else shape
+            padded = [1] * (len(wanted) - len(own)) + own
+            fits = padded[-len(wanted) :] == wanted and prod(padded) == prod(wanted)
+            return (x, numbers) if fits else (None, None)
     return None, None
+
+
+def _initializer(value: ir.Value | None) -> ir.Value | None:
+    """An initializer, or the one that another shape is given; kernels count its numbers alone."""
+    reshape = producer_of(value, "Reshape")
+    value = value if reshape is None else reshape.inputs[0]
+    return value if value is not None and value.is_initializer() else None
 
 
 def _factor(value: ir.Value, step: ir.Value) -> ir.Value | None:

@@ -114,7 +114,8 @@ class _TracedAttention:
         raise ExportError(
             f"{name} {'is not causal' if mask is None else 'gets a mask that transformers did not make'}",
             expected="causal attention, with a sliding window or without",
-            remedy="choose a causal decoder; bidirectional attention and position biases (ALiBi) are not supported",
+            remedy="choose a causal decoder; bidirectional attention, attention to tokens that an indexer chose and "
+            "position biases (ALiBi) are not supported",
         )
 
 

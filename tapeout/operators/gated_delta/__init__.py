@@ -1,7 +1,7 @@
-"""The gated delta rule: a recurrence over a matrix for each head, of Qwen3.5, Qwen3-Next and others.
+"""The gated delta rule: a recurrence over a matrix for each head, of Qwen3.5, Qwen3-Next, Kimi Linear and others.
 
-A token lets the matrix decay, corrects what it answers to the token's key, and reads it with the token's query. A
-sequence keeps the matrices.
+A token lets the matrix decay, as a whole or each row by a rate of its own (Kimi Delta Attention), corrects what it
+answers to the token's key, and reads it with the token's query. A sequence keeps the matrices.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 NAME = "GatedDelta"
 STATE = "delta"
 PAST_INPUT = 6
+# Names of transformers' functions: in chunks of tokens, which models without a cache call, and token by token.
+FORMS = {"chunk_gated_delta_rule": "fused_recurrent_gated_delta_rule", "chunk_kda": "fused_recurrent_kda"}
 
 
 class GatedDelta(Operator):
     """See :class:`tapeout.operators.operator.Operator`."""
 
     name = NAME
-    functions = frozenset({"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"})
+    functions = frozenset({*FORMS, *FORMS.values()})
     before, after = "delta_in", "delta_out"
     rates, rate_inputs = "delta_rates", frozenset({3, 4})  # decay and beta
 

@@ -1,11 +1,12 @@
 """``tapeout::GatedDelta``: what a gated delta rule is exported as, defined by a standard-opset function body.
 
-Inputs: value ``[B, S, Hv, Dv]``, query and key ``[B, S, Hk, Dk]``, decay and beta ``[B, S, Hv]``, attention_mask
-``[B, P+S]`` (int64, 0 hides a token), past ``[B, Hv, Dk, Dv]``. Outputs: ``[B, S, Hv, Dv]`` and the state after the
-last token. Queries and keys are divided by their norm, ``sqrt(sum of squares + 1e-6)``, and queries by ``sqrt(Dk)``
-besides. ``decay`` is a logarithm. Then for each token and each head of values, with the head of keys that serves it:
+Inputs: value ``[B, S, Hv, Dv]``, query and key ``[B, S, Hk, Dk]``, decay ``[B, S, Hv]`` or one of each key channel
+``[B, S, Hv, Dk]``, beta ``[B, S, Hv]``, attention_mask ``[B, P+S]`` (int64, 0 hides a token), past ``[B, Hv, Dk, Dv]``.
+Outputs: ``[B, S, Hv, Dv]`` and the state after the last token. Queries and keys are divided by their norm,
+``sqrt(sum of squares + 1e-6)``, and queries by ``sqrt(Dk)`` besides. ``decay`` is a logarithm. Then for each token and
+each head of values, with the head of keys that serves it:
 
-    state = exp(decay) * state
+    state = exp(decay) * state      (each row of it by the decay of its key channel, where those have their own)
     state = state + key ⊗ (beta * (value - key · state))
     output = query · state
 
@@ -32,9 +33,15 @@ GatedDelta (value, query, key, decay, beta, attention_mask, past) => (output, pr
     seen_tokens = Slice (attention_mask, first, last, axis1)
     seen_float = CastLike (seen_tokens, value)
     seen = Unsqueeze (seen_float, axis2)
-    decay_seen = Mul (decay, seen)
-    factor = Exp (decay_seen)
     rate = Mul (beta, seen)
+    heads = Shape <start: int = 2, end: int = 3> (value)
+    kept = Constant <value_ints: ints = [0, 0]> ()
+    rest = Constant <value_ints: ints = [-1]> ()
+    by_head = Concat <axis: int = 0> (kept, heads, rest)
+    decay_channels = Reshape (decay, by_head)
+    seen_channels = Unsqueeze (seen, axis3)
+    decay_seen = Mul (decay_channels, seen_channels)
+    factor = Exp (decay_seen)
 
     least = Constant <value_float: float = 1e-6> ()
     query_squares = ReduceSumSquare <keepdims: int = 1> (query, axis3)
@@ -50,7 +57,6 @@ GatedDelta (value, query, key, decay, beta, attention_mask, past) => (output, pr
     query_scaled = Div (query, query_divisor)
     key_scaled = Div (key, key_norm)
 
-    heads = Shape <start: int = 2, end: int = 3> (value)
     key_heads = Shape <start: int = 2, end: int = 3> (key)
     each = Div (heads, key_heads)
     repeats = Concat <axis: int = 0> (one, one, one, each, one)
@@ -67,14 +73,13 @@ GatedDelta (value, query, key, decay, beta, attention_mask, past) => (output, pr
                             scan_output_axes: ints = [1], body: graph = token
         (float[batch, value_heads, key_size, value_size] before, float[batch, value_heads, value_size] v,
          float[batch, value_heads, key_size] q, float[batch, value_heads, key_size] k,
-         float[batch, value_heads] f, float[batch, value_heads] b)
+         float[batch, value_heads, decays] f, float[batch, value_heads] b)
         => (float[batch, value_heads, key_size, value_size] after, float[batch, value_heads, value_size] read)
         {
-            matrix_axes = Constant <value_ints: ints = [2, 3]> ()
             row_axis = Constant <value_ints: ints = [2]> ()
             column_axis = Constant <value_ints: ints = [3]> ()
-            f_matrix = Unsqueeze (f, matrix_axes)
-            decayed = Mul (before, f_matrix)
+            f_column = Unsqueeze (f, column_axis)
+            decayed = Mul (before, f_column)
             k_column = Unsqueeze (k, column_axis)
             by_key = Mul (decayed, k_column)
             answer = ReduceSum <keepdims: int = 0> (by_key, row_axis)

@@ -114,6 +114,25 @@ def test_sums_of_other_shapes_stay() -> None:
     assert len(declined) == 1 and declined[0].endswith(": it adds no floats of one shape") and "Add" in found
 
 
+def test_a_gate_of_heads_is_that_of_all_channels_of_each() -> None:
+    """As that of the attention of Ling."""
+    shape: Sequence[int | str] = ["batch", "tokens", GROUPS, C // GROUPS]
+    x, gate = value("x", shape), value("gate", shape[:3])
+    apart = op("Unsqueeze", [op("Sigmoid", [gate], shape[:3]), parameter("axis", np.array([-1]))], [*shape[:3], 1])
+    y = named("y", op("Mul", [x, apart], shape))
+    given = {"x": GIVEN["x"].reshape(1, 5, GROUPS, -1), "gate": GIVEN["gate"][..., :GROUPS]}
+    assert lowered(model_of([x, gate], [y]), given) == ((), ["Reshape", "GatedNorm"])
+
+
+def test_a_sum_that_another_sum_reads_is_one_operator() -> None:
+    """As residual streams of models with norms after the blocks."""
+    x, gate = value("x", SHAPE), value("gate", SHAPE)
+    total = op("Add", [x, gate], SHAPE)
+    y = named("y", op("Mul", [total, activated(gate)], SHAPE))
+    z = named("z", op("Mul", [op("Add", [total, x], SHAPE), activated(gate)], SHAPE))
+    assert sorted(lowered(model_of([x, gate], [y, z]))[1]) == ["GatedNorm", "GatedNorm", "Scale", "Scale"]
+
+
 def test_a_gate_of_one_column_is_that_of_all_channels() -> None:
     """As that of the shared expert of a mixture."""
     x, gate = value("x", SHAPE), value("gate", ["batch", "tokens", 1])

@@ -51,6 +51,27 @@ def test_each_linear_is_split_once_and_keys_are_joined_once(name: str) -> None:
     assert not {"ScatterND", "Expand"} & {node.op_type for node in model.graph}
 
 
+def test_keys_without_positions_are_joined_once() -> None:
+    """As in Kimi Linear."""
+    model, outcome = lowered("kimi_linear")
+    assert (outcome.matched, outcome.declined) == (1, ())
+    (node,) = (node for node in model.graph if is_attention(node))
+    names: list[list[str]] = []
+    for value in node.inputs[1:3]:
+        producer = value.producer() if value is not None else None
+        assert producer is not None
+        names.append([part.name or "" for part in joined(producer).inputs if part is not None])
+    keys, values = names
+    # Of each of 4 heads two parts, of which all share one.
+    assert (len(keys), len({*keys}), len({*values})) == (8, 5, 4)
+    query, way = node.inputs[0], list[str]()
+    while query is not None and (producer := query.producer()) is not None and "MatMul" not in way:
+        way.append(producer.op_type)
+        query = producer.inputs[0]
+    assert way == ["Transpose", "Reshape", "MatMul"]  # as a linear gives them
+    assert not {"ScatterND", "RotaryEmbedding"} & {node.op_type for node in model.graph}
+
+
 def joined(node: ir.Node) -> ir.Node:
     """The Concat behind a rotary embedding of keys."""
     while node.op_type != "Concat":

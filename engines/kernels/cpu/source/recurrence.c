@@ -1,22 +1,24 @@
-/* Recurrences over a matrix for each head, whose state is a row of a pool: GatedDelta, the gated delta rule of Qwen3.5,
-   and SelectiveScan, that of Mamba2, which corrects nothing and takes queries and keys as they are.
+/* Recurrences over a matrix for each head, whose state is a row of a pool: GatedDelta, the gated delta rule of Qwen3.5
+   and of Kimi Linear, and SelectiveScan, that of Mamba2, which corrects nothing and takes queries and keys as they are.
 
      value [.., M, W], query and key [.., M, W], decay [.., M, W], beta [.., M, W] of GatedDelta, float: the tokens of all
        sequences, one sequence after the other. Each of them is the columns from `value_first` (and so on) of its tensor:
-       H heads of V values, G heads of K queries or keys, of which each serves H / G heads of values, and a number a head.
-       Several may be the same tensor
+       H heads of V values, G heads of K queries or keys, of which each serves H / G heads of values, and a number a head;
+       where `by_channel`, which GatedDelta may be, K decays a head. Several may be the same tensor
      state [slots, H, K, V] float or bfloat16: after the tokens before; written in place. In bfloat16 it is rounded after
        each token, so that every cut of a text rounds alike; a token's output is read before its state is rounded. NaN
        stays NaN as arithmetic makes it
      offsets [B + 1] int32: the first token of each sequence; starts [B] int32: its position, at 0 the state is zeros
      slots [B] int32: the row of each sequence
-     rate, bias, skip [H] float, each or none
-     y [.., M, H V]: query . state, where first state = exp(decay) * state, then state += key x change with
+     rate, bias, skip [H] float, each or none; bias [H K] where `by_channel`
+     y [.., M, H V]: query . state, where first state = exp(decay) * state, row by row where `by_channel`, then
+       state += key x change with
        GatedDelta: change = beta * (value - key . state); query and key are divided by their norm, query by sqrt(K) too
        SelectiveScan: change = value; skip * value is added to y
-   beta is a number or, where `squash`, its sigmoid is taken. decay is a logarithm; or, where there is a rate, what a time
+   beta is a number or, where `squash`, its sigmoid times `most_beta` (1 if it is not given) is taken. decay is a logarithm; or, where there is a rate, what a time
    step is made of, softplus(decay + bias) from `least_step` to `most_step`: the logarithm is rate * step, and
-   SelectiveScan's change is step * value.
+   SelectiveScan's change is step * value. Where there is a `least_decay`, which is negative, the logarithm is instead
+   least_decay * sigmoid(rate * (decay + bias)).
 
    A job computes some columns of one head's matrix, token by token: no sum depends on how a text was cut, on what else
    is in the step, or on threads. */
@@ -27,17 +29,18 @@
 
 typedef enum { DELTA, SCAN } Rule; /* variants, in the order of declarations */
 enum { VALUE, QUERY, KEY, DECAY, BETA, PER_TOKEN };
+enum { RATE, BIAS, SKIP, EXTRAS };
 enum { AT_ONCE = 4 /* vectors of columns */, COLUMNS = AT_ONCE * LANES, MOST_RANK = 8 };
 typedef enum { FLOATS, ROUNDED /* floats that bfloat16 holds */, BFLOATS } Form; /* of a state in memory */
-enum { FEW_TOKENS = 4, MOST_COPIED = 256 * COLUMNS /* floats of the state */ };
+enum { FEW_TOKENS = 4, MOST_COPIED = 256 * COLUMNS /* floats of the state */, MOST_KEYS = 1024 /* by channel */ };
 
 typedef struct {
   Base base;
   Rule rule;
   int64_t groups, first[PER_TOKEN];
-  int squash;
-  float least_step, most_step;
-  Tensor constants[3]; /* rate, bias and skip, where they are */
+  int squash, by_channel;
+  float least_step, most_step, least_decay, most_beta;
+  Tensor constants[EXTRAS]; /* where they are */
 } Kernel;
 
 /* The columns of an input: of token t from + t * stride. */
@@ -120,8 +123,30 @@ static float reciprocal_norm(const float* x, int64_t K) {
   return 1.0f / __builtin_sqrtf(total + 1e-6f);
 }
 
+/* The logarithm of a decay, from what it is made of; and the time step, where there is one. */
+INLINE F32x16 decay_of(const Kernel* k, F32x16 x, float rate, F32x16* step) {
+  if (k->least_decay < 0) return splat(k->least_decay) * sigmoid(x * splat(rate));
+  *step = vmin(splat(k->most_step), vmax(splat(k->least_step), softplus(x)));
+  return *step * splat(rate);
+}
+
 INLINE const float* of_token(const Work* w, int which, int64_t token) {
   return w->in[which].from + token * w->in[which].stride;
+}
+
+/* What the rows of a head's state are multiplied by, where each has its own decay. */
+INLINE void factors_of(const Work* w, int64_t token, int64_t head, float* factors) {
+  const float* decays = of_token(w, DECAY, token) + head * w->K;
+  F32x16 step;
+  for (int64_t i = 0; i < w->K; i += LANES) {
+    const int64_t count = w->K - i < LANES ? w->K - i : LANES;
+    F32x16 decay = load_some(decays + i, count);
+    if (w->rate) {
+      if (w->bias) decay += load_some(w->bias + head * w->K + i, count);
+      decay = decay_of(w->kernel, decay, w->rate[head], &step);
+    }
+    store_some(factors + i, vexp(decay), count);
+  }
 }
 
 /* The queries, keys and values of a token, which lie far from those of the one before: no processor foresees that. */
@@ -134,23 +159,24 @@ INLINE void prefetch_token(const Work* w, int64_t token, int64_t group, int64_t 
 /* `vectors` of columns of one head from `first` on, over the tokens of a sequence. `matrix`: these columns of the state,
    rows `stride` apart. `last`: columns of the last vector, `kept`: those of it that a row has. */
 INLINE void over_tokens(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last,
-                        void* matrix, int64_t stride, int64_t kept, const Form form) {
+                        void* matrix, int64_t stride, int64_t kept, const Form form, const int by_channel) {
   const Kernel* k = w->kernel;
+  float factors[MOST_KEYS];
   const int64_t H = w->H, K = w->K, V = w->V, group = head * w->G / H;
   for (int64_t token = w->offsets[sequence]; token < w->offsets[sequence + 1]; token++) {
     const float *query = of_token(w, QUERY, token) + group * K, *key = of_token(w, KEY, token) + group * K;
     const float* value = of_token(w, VALUE, token) + head * V + first;
     float* y = w->y + (token * H + head) * V + first;
     if (token + 1 < w->offsets[sequence + 1]) prefetch_token(w, token + 1, group, head * V + first, vectors);
-    F32x16 decay = splat(of_token(w, DECAY, token)[head]), step = splat(1);
-    F32x16 change[AT_ONCE], read[AT_ONCE] = {0};
+    F32x16 factor, step = splat(1), change[AT_ONCE], read[AT_ONCE] = {0};
     float key_scale = 1, query_scale = 1;
-    if (w->rate) {
-      step = softplus(w->bias ? decay + splat(w->bias[head]) : decay);
-      step = vmin(splat(k->most_step), vmax(splat(k->least_step), step));
-      decay = step * splat(w->rate[head]);
+    if (by_channel) {
+      factors_of(w, token, head, factors);
+    } else {
+      F32x16 decay = splat(of_token(w, DECAY, token)[head]);
+      if (w->rate) decay = decay_of(k, w->bias ? decay + splat(w->bias[head]) : decay, w->rate[head], &step);
+      factor = vexp(decay);
     }
-    const F32x16 factor = vexp(decay);
     EACH (int v = 0; v < vectors; v++) change[v] = load_some(value + v * LANES, v + 1 < vectors ? LANES : last);
     if (k->rule == SCAN) {
       if (w->skip)
@@ -161,18 +187,19 @@ INLINE void over_tokens(const Work* w, int64_t sequence, int64_t head, int64_t f
       key_scale = reciprocal_norm(key, K);
       query_scale = reciprocal_norm(query, K) / __builtin_sqrtf((float)K);
       for (int64_t i = 0; i < K; i++) {
-        const F32x16 scaled = splat(key[i] * key_scale);
+        const F32x16 scaled = splat(by_channel ? key[i] * key_scale * factors[i] : key[i] * key_scale);
         EACH (int v = 0; v < vectors; v++) {
           F32x16 row = load_state(matrix, i * stride + v * LANES, v + 1 < vectors ? LANES : kept, form);
-          answer[v] = vfma(factor * row, scaled, answer[v]);
+          answer[v] = vfma(by_channel ? row : factor * row, scaled, answer[v]);
         }
       }
       F32x16 beta = splat(of_token(w, BETA, token)[head]);
-      if (k->squash) beta = sigmoid(beta);
+      if (k->squash) beta = sigmoid(beta) * splat(k->most_beta);
       EACH (int v = 0; v < vectors; v++) change[v] = (change[v] - answer[v]) * beta;
     }
     for (int64_t i = 0; i < K; i++) {
       const F32x16 by_key = splat(key[i] * key_scale), by_query = splat(query[i] * query_scale);
+      if (by_channel) factor = splat(factors[i]);
       EACH (int v = 0; v < vectors; v++) {
         const int64_t at = i * stride + v * LANES, count = v + 1 < vectors ? LANES : kept;
         const F32x16 row = vfma(by_key, change[v], factor * load_state(matrix, at, count, form));
@@ -187,7 +214,7 @@ INLINE void over_tokens(const Work* w, int64_t sequence, int64_t head, int64_t f
 /* The same of the pool's state. Of several tokens the columns are copied, so that they lie together in the first-level
    cache: in the state, rows that are a power of two apart share a few of its sets. */
 INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last,
-                    const int half) {
+                    const int half, const int by_channel) {
   const int64_t K = w->K, V = w->V, width = (vectors - 1) * LANES + last, stride = vectors * LANES;
   const int64_t begin = ((w->slots[sequence] * w->H + head) * K) * V + first;
   const size_t size = half ? sizeof(uint16_t) : sizeof(float);
@@ -196,7 +223,7 @@ INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first
   const int fresh = !w->starts[sequence], copied = w->offsets[sequence + 1] - w->offsets[sequence] >= FEW_TOKENS;
   if (!copied || K * stride > MOST_COPIED) {
     for (int64_t i = 0; i < K && fresh; i++) memset(matrix + i * V * size, 0, width * size);
-    over_tokens(w, sequence, head, first, vectors, last, matrix, V, last, form);
+    over_tokens(w, sequence, head, first, vectors, last, matrix, V, last, form, by_channel);
     return;
   }
   float copy[MOST_COPIED] __attribute__((aligned(64)));
@@ -206,12 +233,24 @@ INLINE void columns(const Work* w, int64_t sequence, int64_t head, int64_t first
       const int64_t count = v + 1 < vectors ? LANES : last;
       store_some(copy + i * stride + v * LANES, load_state(matrix, i * V + v * LANES, count, form), count);
     }
-  over_tokens(w, sequence, head, first, vectors, last, copy, stride, LANES, half ? ROUNDED : FLOATS);
+  over_tokens(w, sequence, head, first, vectors, last, copy, stride, LANES, half ? ROUNDED : FLOATS, by_channel);
   for (int64_t i = 0; i < K; i++)
     EACH (int v = 0; v < vectors; v++) {
       const int64_t count = v + 1 < vectors ? LANES : last;
       store_state(matrix, i * V + v * LANES, load(copy + i * stride + v * LANES), count, form);
     }
+}
+
+INLINE void columns_of(const Work* w, int64_t sequence, int64_t head, int64_t first, const int vectors, int64_t last) {
+  const int by_channel = w->kernel->by_channel;
+  if (w->half && by_channel)
+    columns(w, sequence, head, first, vectors, last, 1, 1);
+  else if (w->half)
+    columns(w, sequence, head, first, vectors, last, 1, 0);
+  else if (by_channel)
+    columns(w, sequence, head, first, vectors, last, 0, 1);
+  else
+    columns(w, sequence, head, first, vectors, last, 0, 0);
 }
 
 static void columns_job(void* state, size_t number) {
@@ -220,19 +259,11 @@ static void columns_job(void* state, size_t number) {
   const int64_t sequence = (int64_t)number / w->jobs / w->H;
   if (w->offsets[sequence] == w->offsets[sequence + 1]) return; /* no new tokens: its state stays */
   if (first + COLUMNS <= w->V) {
-    if (w->half)
-      columns(w, sequence, head, first, AT_ONCE, LANES, 1);
-    else
-      columns(w, sequence, head, first, AT_ONCE, LANES, 0);
+    columns_of(w, sequence, head, first, AT_ONCE, LANES);
     return;
   }
-  for (int64_t v = first; v < w->V; v += LANES) {
-    const int64_t last = w->V - v < LANES ? w->V - v : LANES;
-    if (w->half)
-      columns(w, sequence, head, v, 1, last, 1);
-    else
-      columns(w, sequence, head, v, 1, last, 0);
-  }
+  for (int64_t v = first; v < w->V; v += LANES)
+    columns_of(w, sequence, head, v, 1, w->V - v < LANES ? w->V - v : LANES);
 }
 
 /* Whether every sequence lies within the tokens, and has a row of the state; the engine gives each its own. */
@@ -247,8 +278,8 @@ static int fits(const Work* w, int64_t sequences, int64_t tokens, int64_t rows) 
 static Status* compute(void* self, Context* context) {
   const Kernel* k = self;
   Api api = k->base.api;
-  const int per_token = k->rule == DELTA ? PER_TOKEN : BETA, extras = k->rule == DELTA ? 2 : 3;
-  Tensor in[PER_TOKEN], state, offsets, starts, slots, extra[3] = {0};
+  const int per_token = k->rule == DELTA ? PER_TOKEN : BETA, extras = k->rule == DELTA ? SKIP : EXTRAS;
+  Tensor in[PER_TOKEN], state, offsets, starts, slots, extra[EXTRAS] = {0};
   for (int i = 0; i < per_token; i++) TRY(input(api, context, i, NULL, &in[i]));
   TRY(input(api, context, per_token, NULL, &state));
   TRY(input(api, context, per_token + 1, NULL, &offsets));
@@ -260,7 +291,10 @@ static Status* compute(void* self, Context* context) {
     return failure(api, ERROR_ARGUMENT,
                    "a recurrence: the state is not [slots, H, K, V] float or bfloat16, where groups divide H");
   const int64_t H = state.dims[1], K = state.dims[2], V = state.dims[3], sequences = starts.elements;
-  const int64_t needed[PER_TOKEN] = {H * V, k->groups * K, k->groups * K, H, H};
+  const int64_t decays = k->by_channel ? H * K : H;
+  const int64_t needed[PER_TOKEN] = {H * V, k->groups * K, k->groups * K, decays, H};
+  if (k->by_channel && K > MOST_KEYS)
+    return failure(api, ERROR_ARGUMENT, "a recurrence: more than 1024 key channels with a decay each");
   Work w = {.kernel = k, .H = H, .G = k->groups, .K = K, .V = V, .jobs = (V + COLUMNS - 1) / COLUMNS};
   int64_t tokens = 0;
   for (int i = 0; i < per_token; i++) {
@@ -275,9 +309,9 @@ static Status* compute(void* self, Context* context) {
     tokens = in[i].elements / stride;
   }
   for (int i = 0; i < extras; i++)
-    if (extra[i].present && !holds(&extra[i], FLOAT, H))
+    if (extra[i].present && !holds(&extra[i], FLOAT, i == BIAS ? decays : H))
       return failure(api, ERROR_ARGUMENT, "a recurrence: a rate, bias or skip that is not [H] float");
-  w.rate = extra[0].data, w.bias = extra[1].data, w.skip = extra[2].data;
+  w.rate = extra[RATE].data, w.bias = extra[BIAS].data, w.skip = extra[SKIP].data;
   w.state = state.data, w.half = state.type == BFLOAT16, w.offsets = offsets.data, w.starts = starts.data,
   w.slots = slots.data;
   if (!holds(&offsets, INT32, sequences + 1) || !holds(&starts, INT32, sequences) || !holds(&slots, INT32, sequences) ||
@@ -293,16 +327,20 @@ static Status* compute(void* self, Context* context) {
 static Status* create(const Op* op, Api api, const Info* info, void** self) {
   static const char* const FIRST[PER_TOKEN] = {"value_first", "query_first", "key_first", "decay_first", "beta_first"};
   Kernel found = {.base = {api, threads_of(op)}, .rule = (Rule)declaration_of(op)->variant};
-  const size_t extra = found.rule == DELTA ? PER_TOKEN + 4 : BETA + 4, extras = found.rule == DELTA ? 2 : 3;
+  const size_t extra = found.rule == DELTA ? PER_TOKEN + 4 : BETA + 4, extras = found.rule == DELTA ? SKIP : EXTRAS;
   TRY(attribute_int(api, info, "groups", &found.groups));
   for (int i = 0; i < PER_TOKEN; i++) found.first[i] = optional_int(api, info, FIRST[i], 0);
   found.squash = optional_int(api, info, "squash", 0) != 0;
+  found.by_channel = optional_int(api, info, "by_channel", 0) != 0;
+  found.most_beta = optional_float(api, info, "most_beta", 1);
+  found.least_decay = optional_float(api, info, "least_decay", 0);
   found.least_step = optional_float(api, info, "least_step", 0);
   found.most_step = optional_float(api, info, "most_step", FLT_MAX);
   int negative = 0;
   for (int i = 0; i < PER_TOKEN; i++) negative |= found.first[i] < 0;
-  if (negative || found.groups < 1 || !(found.least_step <= found.most_step))
-    return failure(api, ERROR_ARGUMENT, "a recurrence: unsupported groups, columns or bounds of a time step");
+  if (negative || found.groups < 1 || !(found.least_step <= found.most_step) || !(found.least_decay <= 0) ||
+      (found.rule == SCAN && (found.by_channel || found.least_decay < 0)))
+    return failure(api, ERROR_ARGUMENT, "a recurrence: unsupported groups, columns, decays or bounds of a time step");
   for (size_t i = 0; i < extras; i++) TRY(constant_input(api, info, extra + i, &found.constants[i]));
   return keep_kernel(&found, sizeof found, self);
 }
