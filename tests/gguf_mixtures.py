@@ -152,6 +152,8 @@ def described(config: Mapping[str, Any]) -> dict[str, Any]:
                 "logit_scale": config["logits_scaling"],
                 "expert_shared_feed_forward_length": config.get("shared_intermediate_size"),
             }
+        case _:
+            pass
     return found
 
 
@@ -249,7 +251,8 @@ def stacked(tensors: Tensors) -> Tensors:
 
 
 def mxfp4_bytes(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """``[E, N, K/32 * 17]``: of a block its scale, then 16 bytes: code i in the low bits of byte i, code i + 16 above."""
+    """``[E, N, K/32 * 17]``: of a block its scale, then 16 bytes: code i in the low bits of byte i, code i + 16 in the
+    high ones."""
     octets: NDArray[np.uint8] = blocks.numpy()
     codes = np.empty((*octets.shape[:-1], 32), np.uint8)
     codes[..., ::2], codes[..., 1::2] = octets & 15, octets >> 4

@@ -46,8 +46,9 @@ class Mixture:
     computes with for this architecture, whatever a file says; ``implied``: keys that may only say just that.
 
     ``paired_rows``: rotary embedding turns neighbouring channels of a head, where transformers turns channel i with
-    channel i + half. ``keeps_codes``: experts in MXFP4 stay codes (tapeout/coded_parameters.py). ``stops``: tokens that end an answer, beside the one that a file names. ``shared``: the same
-    with an expert that every token visits, where the metadata has its size.
+    channel i + half. ``keeps_codes``: experts in MXFP4 stay codes (tapeout/coded_parameters.py). ``stops``: tokens that
+    end an answer, beside the one that a file names. ``shared``: the same with an expert that every token visits, where
+    the metadata has its size.
     """
 
     model_type: str
@@ -124,7 +125,9 @@ FRACTIONS = frozenset(
 )
 SOFTMAX, SOFTMAX_OF_CHOSEN = 1, 3  # expert_gating_func, as llama.cpp counts them
 NORMALIZED: Mapping[str, Any] = {"expert_weights_norm": True, "expert_gating_func": SOFTMAX}
-ROPE_SCALING = {  # by type, keys beside the type and the factor; those of yarn may be left out
+ROPE_SCALING: Mapping[
+    str, Mapping[str, str]
+] = {  # by type, keys beside the type and the factor; those of yarn may be left out
     "linear": {},
     "yarn": {
         "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -306,7 +309,7 @@ def _values(path: Path, header: GgufHeader, mixture: Mixture) -> dict[str, Any]:
     """Of the configuration, by name."""
     prefix = f"{header.architecture}."
     metadata = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    keys = KEYS | mixture.keys
+    keys = {**KEYS, **mixture.keys}
     heads = metadata.get("attention.head_count")
     defaults: dict[str, Any] = {"attention.head_count_kv": heads, "rope.freq_base": 10000.0}
     said = defaults | {key: value for key, value in metadata.items() if value is not None}
@@ -316,7 +319,7 @@ def _values(path: Path, header: GgufHeader, mixture: Mixture) -> dict[str, Any]:
             expected="the metadata that llama.cpp's converter writes for this architecture",
             remedy=REMEDY,
         )
-    scaling = ROPE_SCALING.get(said.get("rope.scaling.type", ""), {})
+    scaling = ROPE_SCALING.get(str(said.get("rope.scaling.type")), {})
     numbers = {
         *keys,
         *defaults,
@@ -368,7 +371,7 @@ def _rope(said: Mapping[str, Any], mixture: Mixture) -> tuple[dict[str, Any], se
     """rope_parameters, and the keys that they are made of. llama.cpp has no yarn without the rounding that
     ``truncate`` turns off, and gpt-oss was trained without it."""
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": said["rope.freq_base"]}
-    kind = said.get("rope.scaling.type")
+    kind = str(said.get("rope.scaling.type", "none"))
     if kind not in ROPE_SCALING or "rope.scaling.factor" not in said:
         return parameters, {"rope.scaling.type"} if kind == "none" else set()
     keys = {"rope.scaling.factor": "factor", **ROPE_SCALING[kind]}
