@@ -15,7 +15,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from tapeout.mapped_weights import CodedParameter
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors
+from tests.quantized import float_checkpoint
+from tests.stored_formats import EXAMPLES
 from tests.tiny import tiny_checkpoint
 
 ARCHITECTURES = {  # by model_type
@@ -27,7 +30,17 @@ ARCHITECTURES = {  # by model_type
     "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",
 }
-# Sizes beside those of tests/quantized.py. Experts have an odd number, so that no dimension passes for another.
+# Beside those of tests/quantized.py.
+_GRANITE: Mapping[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 96,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 3.0,
+    "tie_word_embeddings": True,
+}
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
     "gpt_oss": {
@@ -53,18 +66,17 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     },
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96},
-    "granitemoe": {
-        "num_local_experts": 6,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 96,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.2,
-        "logits_scaling": 3.0,
-        "tie_word_embeddings": True,
-    },
+    "granitemoe": _GRANITE,
+    "granitemoeshared": {**_GRANITE, "shared_intermediate_size": 160},
 }
-SHARED = {**SETTINGS["granitemoe"], "shared_intermediate_size": 160}
+
+
+def checkpoint(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, coded: bool = False) -> Path:
+    """The checkpoint folder of a mixture with random weights; ``coded``: with experts in MXFP4."""
+    float_checkpoint(folder, kind, dtype=dtype, **SETTINGS[kind])
+    if coded:
+        EXAMPLES["mxfp4 of gpt-oss"].store_in(folder)
+    return folder
 
 
 def write_mixture(
@@ -74,10 +86,13 @@ def write_mixture(
     types: Mapping[str, str] | None = None,
     change: Callable[[Tensors], object] = lambda _: None,
     metadata: Mapping[str, Any] | None = None,
+    more: Callable[[Any], object] = lambda _: None,
+    token: tuple[int, str] | None = None,
 ) -> Path:
     """``source``: a checkpoint folder of float32. ``types``: of tensors that are not F32, by what their names end in.
 
-    ``change`` gets the tensors of the file. ``metadata``: keys without the architecture; None takes one out.
+    ``change`` gets the tensors of the file. ``metadata``: keys without the architecture; None takes one out. ``more``
+    gets the writer. ``token``: an id, and a control token that takes its place.
     """
     from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
 
@@ -89,7 +104,8 @@ def write_mixture(
     for key, value in (described(config) | dict(metadata or {})).items():
         if value is not None:
             _add(writer, f"{architecture}.{key}", value)
-    add_tokenizer(writer, config)
+    add_tokenizer(writer, config, token)
+    more(writer)
     tensors: Tensors = {}
     for name, tensor in split(load_file(source / WEIGHTS), config):
         # As Qwen3-MoE names experts, of which the package knows stacked ones.
@@ -170,13 +186,19 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_float32(key, value)
 
 
-def add_tokenizer(writer: Any, config: Mapping[str, Any]) -> None:
+def add_tokenizer(writer: Any, config: Mapping[str, Any], token: tuple[int, str] | None) -> None:
     """That of the tiny llama."""
     vocabulary = json.loads((tiny_checkpoint() / "tokenizer.json").read_text())["model"]
+    tokens = sorted(vocabulary["vocab"], key=lambda each: vocabulary["vocab"][each])
+    kinds = [3] * 3 + [1] * (config["vocab_size"] - 3)
+    merges = vocabulary["merges"]
+    if token:
+        old, tokens[token[0]], kinds[token[0]] = tokens[token[0]], token[1], 3
+        merges = [pair for pair in merges if old not in (*pair, "".join(pair))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(vocabulary["vocab"], key=lambda token: vocabulary["vocab"][token]))
-    writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
-    writer.add_token_types([3] * 3 + [1] * (config["vocab_size"] - 3))
+    writer.add_token_list(tokens)
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_token_types(kinds)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
@@ -259,3 +281,18 @@ def mxfp4_bytes(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     packed = codes[..., :16] | codes[..., 16:] << 4
     whole = np.concatenate([scales.numpy()[..., None], packed], axis=-1)
     return torch.from_numpy(whole.reshape(*blocks.shape[:2], -1).copy())
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    """Weights by name, in the type they are held in; those that are codes in float32."""
+    return {
+        name: p.stored.read_float32() if isinstance(p, CodedParameter) else p.detach()
+        for name, p in model.named_parameters()
+    }
+
+
+def differing(model: Any, other: Any) -> list[str]:
+    """Names of parameters that are not the same in value and type."""
+    one, two = values(model), values(other)
+    assert one.keys() == two.keys()
+    return [name for name, value in one.items() if value.dtype != two[name].dtype or not torch.equal(value, two[name])]

@@ -69,7 +69,7 @@ def reads(file: MixtureFile, model: Any) -> dict[str, Read]:
     for parameter, names in file.tensors.items():
         module = model.get_submodule(parameter.rpartition(".")[0])
         experts = calls_interface(module)
-        parts = _parts([stored[name] for name in names], file.shape(names[0]), experts and not module.is_concatenated)
+        parts = parts_of([stored[name] for name in names], file.shape(names[0]), experts and not module.is_concatenated)
         transposed = experts and module.is_transposed and len(parts[0].shape) == 3
         if file.mixture.keeps_codes and transposed and {part.kind for part in parts} == {MXFP4}:
             found[f"{parameter}{BLOCKS}"] = partial(_codes, parts, 0)
@@ -81,7 +81,8 @@ def reads(file: MixtureFile, model: Any) -> dict[str, Read]:
     return found
 
 
-def _parts(tensors: Sequence[Any], shape: str, interleaved: bool) -> list[Part]:
+def parts_of(tensors: Sequence[Any], shape: str, interleaved: bool) -> list[Part]:
+    """``shape``: in letters. ``interleaved``: channels of several tensors lie between one another."""
     alone = int(shape.startswith(EXPERTS) and len(shape) > 1)
     rows = int(tensors[0].shape.tolist()[::-1][alone])
     count = len(tensors)
@@ -128,13 +129,13 @@ def _values(data: AnyArray, kind: Any) -> torch.Tensor:
     from gguf import dequantize
 
     if kind.name == MXFP4:
-        return torch.from_numpy(as_weight(*_blocks(data)).dequantize()).to(torch.bfloat16)
+        return torch.from_numpy(as_weight(*mxfp4_codes(data)).dequantize()).to(torch.bfloat16)
     if kind.name == "BF16":
         return torch.from_numpy(np.array(data)).view(torch.bfloat16)
     return torch.from_numpy(np.array(data if kind.name in HELD else dequantize(data, kind)))
 
 
-def _blocks(data: AnyArray) -> tuple[CodeArray, CodeArray]:
+def mxfp4_codes(data: AnyArray) -> tuple[CodeArray, CodeArray]:
     """Blocks ``[N, K/32, 16]`` and scales ``[N, K/32]`` of rows ``[N, K/32 * 17]`` of a file.
 
     A block there is its scale, and 16 bytes of which the low bits are its first 16 codes. Here the first two codes
@@ -153,7 +154,7 @@ def _codes(parts: Sequence[Part], which: int) -> torch.Tensor:
     found = np.empty((*shape, BLOCK // 2) if which == 0 else shape, np.uint8)
     for part in parts:
         for index in part.indices():
-            found[index][part.rows] = _blocks(part.tensor.data[index])[which]
+            found[index][part.rows] = mxfp4_codes(part.tensor.data[index])[which]
     return torch.from_numpy(found)
 
 

@@ -1,8 +1,8 @@
 """GGUF files of mixtures of experts: which tensors and settings a file of each architecture holds.
 
-transformers 5.23 has no place for the sizes of experts, for windows and for rotary scaling of such files, and takes
-the defaults of a published model instead. So one table says here what llama.cpp's converter writes. What is missing,
-left over or of another type or shape is refused by name, before any weight is read.
+transformers 5.23 cannot read the rotary scaling of a gpt-oss file, and takes a default for the size of Qwen3-MoE's
+experts. So one table says here what llama.cpp's converter writes. What is missing, left over or of another type or
+shape is refused by name, before any weight is read.
 
 Letters of shapes: V rows of the vocabulary, H hidden size, E experts, I inner channels of an expert, S of the shared
 expert, A heads, D channels of a head, Q and K channels of all heads of queries and of keys.
@@ -27,7 +27,7 @@ SINGLE = "1"  # a dimension that a file may leave out
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """The parameter that a tensor is; of two tensors with one parameter the first is the gate, the second up."""
 
     parameter: str
@@ -53,7 +53,7 @@ class Mixture:
 
     model_type: str
     keys: Mapping[str, str]
-    layer: Mapping[str, Place]
+    layer: Mapping[str, TensorPlace]
     settings: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
     paired_rows: bool = False
@@ -79,31 +79,31 @@ class Mixture:
 
 
 MODEL = {
-    "token_embd.weight": Place("model.embed_tokens.weight", "VH"),
-    "output_norm.weight": Place("model.norm.weight", "H"),
-    "output.weight": Place("lm_head.weight", "VH"),  # where the embedding is not shared
+    "token_embd.weight": TensorPlace("model.embed_tokens.weight", "VH"),
+    "output_norm.weight": TensorPlace("model.norm.weight", "H"),
+    "output.weight": TensorPlace("lm_head.weight", "VH"),  # where the embedding is not shared
 }
 ATTENTION = {
-    "attn_norm.weight": Place("input_layernorm.weight", "H"),
-    "attn_q.weight": Place("self_attn.q_proj.weight", "QH"),
-    "attn_k.weight": Place("self_attn.k_proj.weight", "KH"),
-    "attn_v.weight": Place("self_attn.v_proj.weight", "KH"),
-    "attn_output.weight": Place("self_attn.o_proj.weight", "HQ"),
+    "attn_norm.weight": TensorPlace("input_layernorm.weight", "H"),
+    "attn_q.weight": TensorPlace("self_attn.q_proj.weight", "QH"),
+    "attn_k.weight": TensorPlace("self_attn.k_proj.weight", "KH"),
+    "attn_v.weight": TensorPlace("self_attn.v_proj.weight", "KH"),
+    "attn_output.weight": TensorPlace("self_attn.o_proj.weight", "HQ"),
 }
-FFN_NORM = {"ffn_norm.weight": Place("post_attention_layernorm.weight", "H")}
+FFN_NORM = {"ffn_norm.weight": TensorPlace("post_attention_layernorm.weight", "H")}
 QKV_BIASES = {
-    "attn_q.bias": Place("self_attn.q_proj.bias", "Q"),
-    "attn_k.bias": Place("self_attn.k_proj.bias", "K"),
-    "attn_v.bias": Place("self_attn.v_proj.bias", "K"),
+    "attn_q.bias": TensorPlace("self_attn.q_proj.bias", "Q"),
+    "attn_k.bias": TensorPlace("self_attn.k_proj.bias", "K"),
+    "attn_v.bias": TensorPlace("self_attn.v_proj.bias", "K"),
 }
 
 
-def _experts(block: str, router: str) -> dict[str, Place]:
+def _experts(block: str, router: str) -> dict[str, TensorPlace]:
     return {
-        "ffn_gate_inp.weight": Place(f"{block}.{router}.weight", "EH"),
-        "ffn_gate_exps.weight": Place(f"{block}.experts.gate_up_proj", "EIH"),
-        "ffn_up_exps.weight": Place(f"{block}.experts.gate_up_proj", "EIH"),
-        "ffn_down_exps.weight": Place(f"{block}.experts.down_proj", "EHI"),
+        "ffn_gate_inp.weight": TensorPlace(f"{block}.{router}.weight", "EH"),
+        "ffn_gate_exps.weight": TensorPlace(f"{block}.experts.gate_up_proj", "EIH"),
+        "ffn_up_exps.weight": TensorPlace(f"{block}.experts.gate_up_proj", "EIH"),
+        "ffn_down_exps.weight": TensorPlace(f"{block}.experts.down_proj", "EHI"),
     }
 
 
@@ -151,8 +151,8 @@ MIXTURES: Mapping[str, Mixture] = {  # by general.architecture
         _SIZED,
         {
             **ATTENTION,
-            "attn_q_norm.weight": Place("self_attn.q_norm.weight", "D"),
-            "attn_k_norm.weight": Place("self_attn.k_norm.weight", "D"),
+            "attn_q_norm.weight": TensorPlace("self_attn.q_norm.weight", "D"),
+            "attn_k_norm.weight": TensorPlace("self_attn.k_norm.weight", "D"),
             **FFN_NORM,
             **_experts("mlp", "gate"),
         },
@@ -165,14 +165,14 @@ MIXTURES: Mapping[str, Mixture] = {  # by general.architecture
         {
             **ATTENTION,
             **QKV_BIASES,
-            "attn_output.bias": Place("self_attn.o_proj.bias", "H"),
-            "attn_sinks.weight": Place("self_attn.sinks", "A"),
-            "post_attention_norm.weight": Place("post_attention_layernorm.weight", "H"),
+            "attn_output.bias": TensorPlace("self_attn.o_proj.bias", "H"),
+            "attn_sinks.weight": TensorPlace("self_attn.sinks", "A"),
+            "post_attention_norm.weight": TensorPlace("post_attention_layernorm.weight", "H"),
             **_experts("mlp", "router"),
-            "ffn_gate_inp.bias": Place("mlp.router.bias", "E"),
-            "ffn_gate_exps.bias": Place("mlp.experts.gate_up_proj_bias", "EI"),
-            "ffn_up_exps.bias": Place("mlp.experts.gate_up_proj_bias", "EI"),
-            "ffn_down_exps.bias": Place("mlp.experts.down_proj_bias", "EH"),
+            "ffn_gate_inp.bias": TensorPlace("mlp.router.bias", "E"),
+            "ffn_gate_exps.bias": TensorPlace("mlp.experts.gate_up_proj_bias", "EI"),
+            "ffn_up_exps.bias": TensorPlace("mlp.experts.gate_up_proj_bias", "EI"),
+            "ffn_down_exps.bias": TensorPlace("mlp.experts.down_proj_bias", "EH"),
         },
         implied={"expert_gating_func": SOFTMAX_OF_CHOSEN, "attention.sliding_window_pattern": 2},
         keeps_codes=True,
@@ -186,10 +186,10 @@ MIXTURES: Mapping[str, Mixture] = {  # by general.architecture
             **QKV_BIASES,
             **FFN_NORM,
             **_experts("mlp", "gate"),
-            "ffn_gate_inp_shexp.weight": Place("mlp.shared_expert_gate.weight", SINGLE + "H"),
-            "ffn_gate_shexp.weight": Place("mlp.shared_expert.gate_proj.weight", "SH"),
-            "ffn_up_shexp.weight": Place("mlp.shared_expert.up_proj.weight", "SH"),
-            "ffn_down_shexp.weight": Place("mlp.shared_expert.down_proj.weight", "HS"),
+            "ffn_gate_inp_shexp.weight": TensorPlace("mlp.shared_expert_gate.weight", SINGLE + "H"),
+            "ffn_gate_shexp.weight": TensorPlace("mlp.shared_expert.gate_proj.weight", "SH"),
+            "ffn_up_shexp.weight": TensorPlace("mlp.shared_expert.up_proj.weight", "SH"),
+            "ffn_down_shexp.weight": TensorPlace("mlp.shared_expert.down_proj.weight", "HS"),
         },
         settings={"norm_topk_prob": False},
         implied={"expert_gating_func": SOFTMAX},
@@ -199,8 +199,8 @@ MIXTURES: Mapping[str, Mixture] = {  # by general.architecture
         {"expert_count": "num_experts"},
         {
             **ATTENTION,
-            "attn_q_norm.weight": Place("self_attn.q_norm.weight", "Q"),
-            "attn_k_norm.weight": Place("self_attn.k_norm.weight", "K"),
+            "attn_q_norm.weight": TensorPlace("self_attn.q_norm.weight", "Q"),
+            "attn_k_norm.weight": TensorPlace("self_attn.k_norm.weight", "K"),
             **FFN_NORM,
             **_experts("mlp", "gate"),
         },
@@ -225,9 +225,9 @@ MIXTURES: Mapping[str, Mixture] = {  # by general.architecture
             {**_GRANITE_KEYS, "expert_shared_feed_forward_length": "shared_intermediate_size"},
             {
                 **_GRANITE,
-                "ffn_gate_shexp.weight": Place("shared_mlp.input_linear.weight", "SH"),
-                "ffn_up_shexp.weight": Place("shared_mlp.input_linear.weight", "SH"),
-                "ffn_down_shexp.weight": Place("shared_mlp.output_linear.weight", "HS"),
+                "ffn_gate_shexp.weight": TensorPlace("shared_mlp.input_linear.weight", "SH"),
+                "ffn_up_shexp.weight": TensorPlace("shared_mlp.input_linear.weight", "SH"),
+                "ffn_down_shexp.weight": TensorPlace("shared_mlp.output_linear.weight", "HS"),
             },
             implied=NORMALIZED,
             paired_rows=True,
@@ -259,18 +259,18 @@ def mixture_of(metadata: Mapping[str, Any]) -> Mixture | None:
     return found.shared if found and found.shared and shared else found
 
 
-def place_of(mixture: Mixture, tensor: str) -> Place | None:
+def place_of(mixture: Mixture, tensor: str) -> TensorPlace | None:
     """Of a tensor by its name; None for one that has none.
 
     >>> place_of(MIXTURES["qwen3moe"], "blk.3.ffn_up_exps.weight")
-    Place(parameter='model.layers.3.mlp.experts.gate_up_proj', shape='EIH')
+    TensorPlace(parameter='model.layers.3.mlp.experts.gate_up_proj', shape='EIH')
     """
     block, _, rest = tensor.partition(".")
     number, _, name = rest.partition(".")
     if block != "blk":
         return MODEL.get(tensor)
     place = mixture.layer.get(name)
-    return place and Place(LAYERS.format(number) + place.parameter, place.shape)
+    return place and TensorPlace(LAYERS.format(number) + place.parameter, place.shape)
 
 
 @dataclass(frozen=True)
@@ -312,33 +312,33 @@ def _values(path: Path, header: GgufHeader, mixture: Mixture) -> dict[str, Any]:
     keys = {**KEYS, **mixture.keys}
     heads = metadata.get("attention.head_count")
     defaults: dict[str, Any] = {"attention.head_count_kv": heads, "rope.freq_base": 10000.0}
-    said = defaults | {key: value for key, value in metadata.items() if value is not None}
-    if absent := [key for key in keys if key not in said]:
+    stated = defaults | {key: value for key, value in metadata.items() if value is not None}
+    if absent := [key for key in keys if key not in stated]:
         raise ExportError(
             f"{path.name} has no {few(prefix + key for key in absent)}",
             expected="the metadata that llama.cpp's converter writes for this architecture",
             remedy=REMEDY,
         )
-    scaling = ROPE_SCALING.get(str(said.get("rope.scaling.type")), {})
+    scaling = ROPE_SCALING.get(str(stated.get("rope.scaling.type")), {})
     numbers = {
         *keys,
         *defaults,
         "attention.key_length",
         "vocab_size",
         *scaling,
-        *(("rope.scaling.factor",) if "rope.scaling.type" in said else ()),
+        *(("rope.scaling.factor",) if "rope.scaling.type" in stated else ()),
     }
-    for key in numbers & said.keys():
-        value, whole = said[key], key not in FRACTIONS
+    for key in numbers & stated.keys():
+        value, whole = stated[key], key not in FRACTIONS
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value > 0:
             raise _unread(path, {prefix + key: value}, "a whole number of at least 1" if whole else "a positive number")
-        said[key] = value if whole else decimal(value)
-    values: dict[str, Any] = {name: said[key] for key, name in keys.items()}
-    values |= {"num_key_value_heads": said["attention.head_count_kv"], **mixture.settings}
-    values["head_dim"] = said.get("attention.key_length") or values["hidden_size"] // heads
-    values["vocab_size"] = said.get("vocab_size") or len(header.metadata[TOKENS])
+        stated[key] = value if whole else decimal(value)
+    values: dict[str, Any] = {name: stated[key] for key, name in keys.items()}
+    values |= {"num_key_value_heads": stated["attention.head_count_kv"], **mixture.settings}
+    values["head_dim"] = stated.get("attention.key_length") or values["hidden_size"] // heads
+    values["vocab_size"] = stated.get("vocab_size") or len(header.metadata[TOKENS])
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
-    values["rope_parameters"], read = _rope(said, mixture)
+    values["rope_parameters"], read = _rope(stated, mixture)
     implied = {
         "attention.key_length": values["head_dim"],
         "attention.value_length": values["head_dim"],
@@ -356,26 +356,26 @@ def _values(path: Path, header: GgufHeader, mixture: Mixture) -> dict[str, Any]:
     if values["num_experts_per_tok"] > values[keys["expert_count"]]:
         raise _unread(
             path,
-            {prefix + key: said[key] for key in ("expert_count", "expert_used_count")},
+            {prefix + key: stated[key] for key in ("expert_count", "expert_used_count")},
             "no more experts for a token than there are",
         )
     return values | _special(path, header, mixture)
 
 
-def _unread(path: Path, said: Mapping[str, Any], expected: str) -> ExportError:
-    shown = few(f"{key} = {value}" for key, value in said.items())
+def _unread(path: Path, stated: Mapping[str, Any], expected: str) -> ExportError:
+    shown = few(f"{key} = {value}" for key, value in stated.items())
     return ExportError(f"{path.name} says {shown}, which is not read", expected=expected, remedy=REMEDY)
 
 
-def _rope(said: Mapping[str, Any], mixture: Mixture) -> tuple[dict[str, Any], set[str]]:
+def _rope(stated: Mapping[str, Any], mixture: Mixture) -> tuple[dict[str, Any], set[str]]:
     """rope_parameters, and the keys that they are made of. llama.cpp has no yarn without the rounding that
     ``truncate`` turns off, and gpt-oss was trained without it."""
-    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": said["rope.freq_base"]}
-    kind = str(said.get("rope.scaling.type", "none"))
-    if kind not in ROPE_SCALING or "rope.scaling.factor" not in said:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": stated["rope.freq_base"]}
+    kind = str(stated.get("rope.scaling.type", "none"))
+    if kind not in ROPE_SCALING or "rope.scaling.factor" not in stated:
         return parameters, {"rope.scaling.type"} if kind == "none" else set()
     keys = {"rope.scaling.factor": "factor", **ROPE_SCALING[kind]}
-    parameters |= {"rope_type": kind} | {name: said[key] for key, name in keys.items() if key in said}
+    parameters |= {"rope_type": kind} | {name: stated[key] for key, name in keys.items() if key in stated}
     if kind == "yarn" and mixture.model_type == "gpt_oss":
         parameters["truncate"] = False
     return parameters, {"rope.scaling.type", *keys}
