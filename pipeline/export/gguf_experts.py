@@ -22,7 +22,6 @@ from pipeline.export.gguf_mixtures import EXPERTS, MixtureFile, mixture_of, plac
 from quantization.stored import GGUF_TYPES
 from tapeout.coded_parameters import BLOCKS, SCALES, as_weight
 from tapeout.errors import ExportError, one_line
-from tapeout.formats.int4 import pack
 from tapeout.formats.mxfp4 import BLOCK
 from tapeout.number_format import AnyArray, CodeArray
 from tapeout.operators.experts.in_torch import calls_interface
@@ -72,8 +71,8 @@ def reads(file: MixtureFile, model: Any) -> dict[str, Read]:
         parts = parts_of([stored[name] for name in names], file.shape(names[0]), experts and not module.is_concatenated)
         transposed = experts and module.is_transposed and len(parts[0].shape) == 3
         if file.mixture.keeps_codes and transposed and {part.kind for part in parts} == {MXFP4}:
-            found[f"{parameter}{BLOCKS}"] = partial(_codes, parts, 0)
-            found[f"{parameter}{SCALES}"] = partial(_codes, parts, 1)
+            found[f"{parameter}{BLOCKS}"] = partial(_blocks, parts)
+            found[f"{parameter}{SCALES}"] = partial(_scales, parts)
         else:
             shape = tuple(model.get_parameter(parameter).shape)
             heads = _paired_heads(file, parameter)
@@ -129,32 +128,50 @@ def _values(data: AnyArray, kind: Any) -> torch.Tensor:
     from gguf import dequantize
 
     if kind.name == MXFP4:
-        return torch.from_numpy(as_weight(*mxfp4_codes(data)).dequantize()).to(torch.bfloat16)
+        return torch.from_numpy(as_weight(mxfp4_blocks(data), _mxfp4_scales(data)).dequantize()).to(torch.bfloat16)
     if kind.name == "BF16":
         return torch.from_numpy(np.array(data)).view(torch.bfloat16)
     return torch.from_numpy(np.array(data if kind.name in HELD else dequantize(data, kind)))
 
 
-def mxfp4_codes(data: AnyArray) -> tuple[CodeArray, CodeArray]:
-    """Blocks ``[N, K/32, 16]`` and scales ``[N, K/32]`` of rows ``[N, K/32 * 17]`` of a file.
+def mxfp4_blocks(data: AnyArray) -> CodeArray:
+    """``[N, K/32, 16]`` of rows ``[N, K/32 * 17]`` of a file.
 
-    A block there is its scale, and 16 bytes of which the low bits are its first 16 codes. Here the first two codes
-    share a byte.
+    A block there is its scale, and 16 bytes of which the low bits are its first 16 codes, the high bits the others.
+    Here two codes that follow one another share a byte.
     """
-    blocks = np.asarray(data).reshape(*data.shape[:-1], -1, GGUF_TYPES[MXFP4][1])
-    octets = blocks[..., 1:]
-    codes = np.concatenate([octets & np.uint8(0x0F), octets >> np.uint8(4)], axis=-1)
-    return pack(codes.reshape(-1, BLOCK)).reshape(octets.shape), blocks[..., 0]
+    octets = _by_block(data)[..., 1:]
+    even, odd = octets[..., ::2], octets[..., 1::2]
+    first = (even & np.uint8(0x0F)) | (odd << np.uint8(4))
+    second = (even >> np.uint8(4)) | (odd & np.uint8(0xF0))
+    return np.concatenate([first, second], axis=-1)
 
 
-def _codes(parts: Sequence[Part], which: int) -> torch.Tensor:
-    """Blocks ``[E, N, K/32, 16]`` or scales ``[E, N, K/32]`` of a parameter that stays codes."""
+def _mxfp4_scales(data: AnyArray) -> CodeArray:
+    """``[N, K/32]`` of such rows."""
+    return _by_block(data)[..., 0]
+
+
+def _by_block(data: AnyArray) -> CodeArray:
+    return np.asarray(data).reshape(*data.shape[:-1], -1, GGUF_TYPES[MXFP4][1])
+
+
+def _blocks(parts: Sequence[Part]) -> torch.Tensor:
+    """``[E, N, K/32, 16]`` of a parameter that stays codes."""
+    return _codes(parts, mxfp4_blocks, (BLOCK // 2,))
+
+
+def _scales(parts: Sequence[Part]) -> torch.Tensor:
+    """``[E, N, K/32]``."""
+    return _codes(parts, _mxfp4_scales, ())
+
+
+def _codes(parts: Sequence[Part], read: Callable[[AnyArray], CodeArray], last: tuple[int, ...]) -> torch.Tensor:
     experts, rows, columns = parts[0].shape
-    shape = (experts, len(parts) * rows, columns // BLOCK)
-    found = np.empty((*shape, BLOCK // 2) if which == 0 else shape, np.uint8)
+    found = np.empty((experts, len(parts) * rows, columns // BLOCK, *last), np.uint8)
     for part in parts:
         for index in part.indices():
-            found[index][part.rows] = mxfp4_codes(part.tensor.data[index])[which]
+            found[index][part.rows] = read(part.tensor.data[index])
     return torch.from_numpy(found)
 
 

@@ -14,7 +14,7 @@ from pipeline.export import gguf_experts
 from pipeline.export.checkpoint import load_checkpoint
 from tests.gguf_mixtures import checkpoint, differing, write_mixture
 
-PARTS, CODES = gguf_experts.parts_of, gguf_experts.mxfp4_codes
+PARTS, BLOCKS = gguf_experts.parts_of, gguf_experts.mxfp4_blocks
 Parts = list[gguf_experts.Part]
 
 
@@ -64,9 +64,9 @@ def test_a_reader_takes_high_bits_for_low_ones(kind: str, tmp_path: Path, monkey
     def exchanged(data: Any) -> Any:
         octets = np.asarray(data).reshape(*data.shape[:-1], -1, 17).copy()
         octets[..., 1:] = octets[..., 1:] >> 4 | octets[..., 1:] << 4
-        return CODES(octets.reshape(data.shape))
+        return BLOCKS(octets.reshape(data.shape))
 
-    monkeypatch.setattr(gguf_experts, "mxfp4_codes", exchanged)
+    monkeypatch.setattr(gguf_experts, "mxfp4_blocks", exchanged)
     found = differing(model, load_checkpoint(tmp_path, "m.gguf").model)
     assert sorted(found) == sorted(
         f"model.layers.{layer}.mlp.experts.{part}_proj" for layer in range(2) for part in ("gate_up", "down")
