@@ -71,9 +71,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def checkpoint(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, coded: bool = False) -> Path:
+def checkpoint(folder: Path, kind: str, *, coded: bool = False, **settings: Any) -> Path:
     """The checkpoint folder of a mixture with random weights; ``coded``: with experts in MXFP4."""
-    float_checkpoint(folder, kind, dtype=dtype, **SETTINGS[kind])
+    float_checkpoint(folder, kind, **(dict(SETTINGS[kind]) | settings))
     if coded:
         EXAMPLES["mxfp4 of gpt-oss"].store_in(folder)
     return folder
@@ -117,8 +117,9 @@ def write_mixture(
     for name, tensor in tensors.items():
         ending = next((end for end in types or {} if name.endswith(end)), "")
         kind = GGMLQuantizationType[(types or {}).get(ending, "F32")]
-        if tensor.dtype == torch.uint8:  # the bytes of MXFP4
-            writer.add_tensor(name, tensor.numpy(), raw_dtype=GGMLQuantizationType.MXFP4)
+        if tensor.dtype == torch.uint8:  # codes already
+            coded = GGMLQuantizationType[(types or {}).get(ending, "MXFP4")]
+            writer.add_tensor(name, tensor.numpy(), raw_dtype=coded)
         else:
             writer.add_tensor(name, quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()

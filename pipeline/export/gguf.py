@@ -71,7 +71,7 @@ def read_header(path: Path) -> GgufHeader:
         ) from error
     if not names:
         raise ExportError(f"{path.name} holds no tensor", expected="a model", remedy=REMEDY)
-    if int(metadata.get("split.count") or 1) > 1:
+    if metadata.get("split.count") not in (None, 0, 1):
         raise ExportError(
             f"{path.name} is one of {metadata['split.count']} parts of a model",
             expected="a model in one file",

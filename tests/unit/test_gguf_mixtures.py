@@ -123,6 +123,27 @@ def test_each_part_of_an_expert_is_dequantized_exactly(
         assert torch.equal(model.get_parameter(name), floats[f"blk.{layer}.attn_v.weight"])
 
 
+def test_k_types_are_read_by_expert(tmp_path: Path) -> None:
+    """As llama.cpp quantizes most files: super-blocks of 256 channels, here of random codes."""
+    types, generator = {"ffn_gate_exps.weight": "Q4_K", "ffn_up_exps.weight": "Q6_K"}, np.random.default_rng(0)
+    scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+
+    def coded(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(tuple(types))]:
+            experts, rows, _ = tensors[name].shape
+            octets = generator.integers(0, 256, (experts, rows, 144 if "gate" in name else 210), np.uint8)
+            places = (slice(0, 2), slice(2, 4)) if "gate" in name else (slice(208, 210),)  # of the scales in float16
+            for place in places:
+                octets[..., place] = scale
+            tensors[name] = torch.from_numpy(octets)
+
+    source = checkpoint(tmp_path / "source", "qwen3_moe", hidden_size=256, num_hidden_layers=1)
+    path = write_mixture(tmp_path / "m.gguf", source, types=types, change=coded)
+    floats = {t.name: torch.tensor(gguf.dequantize(t.data, t.tensor_type)) for t in gguf.GGUFReader(path).tensors}
+    found = load_checkpoint(tmp_path, path.name).model.model.layers[0].mlp.experts.gate_up_proj
+    assert torch.equal(found, torch.cat([floats[f"blk.0.{name}"] for name in types], 1))
+
+
 def seen(rows: list[int], dequantize: Callable[..., Any]) -> Callable[..., Any]:
     def watched(data: Any, kind: Any) -> Any:
         rows.append(data.shape[0])
