@@ -131,7 +131,7 @@ def _values(data: AnyArray, kind: Any) -> torch.Tensor:
         return torch.from_numpy(as_weight(mxfp4_blocks(data), _mxfp4_scales(data)).dequantize()).to(torch.bfloat16)
     if kind.name == "BF16":
         return torch.from_numpy(np.array(data)).view(torch.bfloat16)
-    return torch.from_numpy(np.array(data if kind.name in HELD else dequantize(data, kind)))
+    return torch.from_numpy(np.array(data) if kind.name in HELD else dequantize(data, kind))
 
 
 def mxfp4_blocks(data: AnyArray) -> CodeArray:

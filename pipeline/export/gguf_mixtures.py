@@ -10,6 +10,7 @@ expert, A heads, D channels of a head, Q and K channels of all heads of queries 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -115,6 +116,10 @@ KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "expert_used_count": "num_experts_per_tok",
+}
+DEFAULTS = {  # of keys that a file may leave out: another key, or a number
+    "attention.head_count_kv": ("attention.head_count", None),
+    "rope.freq_base": ("", 10000.0),
 }
 FRACTIONS = frozenset(
     {
@@ -307,35 +312,12 @@ def describe(path: Path, header: GgufHeader) -> MixtureFile:
 
 def _values(path: Path, header: GgufHeader, mixture: Mixture) -> dict[str, Any]:
     """Of the configuration, by name."""
-    prefix = f"{header.architecture}."
+    prefix, keys = f"{header.architecture}.", {**KEYS, **mixture.keys}
     metadata = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    keys = {**KEYS, **mixture.keys}
-    heads = metadata.get("attention.head_count")
-    defaults: dict[str, Any] = {"attention.head_count_kv": heads, "rope.freq_base": 10000.0}
-    stated = defaults | {key: value for key, value in metadata.items() if value is not None}
-    if absent := [key for key in keys if key not in stated]:
-        raise ExportError(
-            f"{path.name} has no {few(prefix + key for key in absent)}",
-            expected="the metadata that llama.cpp's converter writes for this architecture",
-            remedy=REMEDY,
-        )
-    scaling = ROPE_SCALING.get(str(stated.get("rope.scaling.type")), {})
-    numbers = {
-        *keys,
-        *defaults,
-        "attention.key_length",
-        "vocab_size",
-        *scaling,
-        *(("rope.scaling.factor",) if "rope.scaling.type" in stated else ()),
-    }
-    for key in numbers & stated.keys():
-        value, whole = stated[key], key not in FRACTIONS
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value > 0:
-            raise _unread(path, {prefix + key: value}, "a whole number of at least 1" if whole else "a positive number")
-        stated[key] = value if whole else decimal(value)
+    stated = _stated(path, prefix, metadata, keys)
     values: dict[str, Any] = {name: stated[key] for key, name in keys.items()}
     values |= {"num_key_value_heads": stated["attention.head_count_kv"], **mixture.settings}
-    values["head_dim"] = stated.get("attention.key_length") or values["hidden_size"] // heads
+    values["head_dim"] = stated.get("attention.key_length") or values["hidden_size"] // values["num_attention_heads"]
     values["vocab_size"] = stated.get("vocab_size") or len(header.metadata[TOKENS])
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
     values["rope_parameters"], read = _rope(stated, mixture)
@@ -349,17 +331,38 @@ def _values(path: Path, header: GgufHeader, mixture: Mixture) -> dict[str, Any]:
         "rope.scaling.finetuned": True,  # how the model was trained
         **mixture.implied,
     }
-    known = keys.keys() | defaults.keys() | read
+    known = {*keys, *DEFAULTS, *read}
     unread = {key: value for key, value in metadata.items() if key not in known and value not in NEUTRAL}
     if unread := {prefix + key: value for key, value in unread.items() if value != implied.get(key)}:
         raise _unread(path, unread, "metadata that the model's configuration has a place for")
-    if values["num_experts_per_tok"] > values[keys["expert_count"]]:
-        raise _unread(
-            path,
-            {prefix + key: stated[key] for key in ("expert_count", "expert_used_count")},
-            "no more experts for a token than there are",
+    if stated["expert_used_count"] > stated["expert_count"]:
+        counts = {prefix + key: stated[key] for key in ("expert_count", "expert_used_count")}
+        raise _unread(path, counts, "no more experts for a token than there are")
+    return values | _special(header, mixture)
+
+
+def _stated(path: Path, prefix: str, metadata: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The metadata with their defaults; the numbers that a configuration is made of were looked at."""
+    stated: dict[str, Any] = {
+        key: metadata.get(other) if other else default for key, (other, default) in DEFAULTS.items()
+    }
+    stated |= {key: value for key, value in metadata.items() if value is not None}
+    if absent := [key for key in keys if key not in stated]:
+        raise ExportError(
+            f"{path.name} has no {few(prefix + key for key in absent)}",
+            expected="the metadata that llama.cpp's converter writes for this architecture",
+            remedy=REMEDY,
         )
-    return values | _special(path, header, mixture)
+    numbers = {*keys, *DEFAULTS, "attention.key_length", "vocab_size"}
+    if (kind := str(stated.get("rope.scaling.type"))) in ROPE_SCALING:
+        numbers |= {"rope.scaling.factor", *ROPE_SCALING[kind]}
+    for key in sorted(numbers & stated.keys()):
+        value, whole = stated[key], key not in FRACTIONS
+        number = not isinstance(value, bool) and isinstance(value, int if whole else (int, float))
+        if not number or not 0 < value < math.inf:
+            raise _unread(path, {prefix + key: value}, "a whole number of at least 1" if whole else "a positive number")
+        stated[key] = value if whole else decimal(value)
+    return stated
 
 
 def _unread(path: Path, stated: Mapping[str, Any], expected: str) -> ExportError:
@@ -368,8 +371,11 @@ def _unread(path: Path, stated: Mapping[str, Any], expected: str) -> ExportError
 
 
 def _rope(stated: Mapping[str, Any], mixture: Mixture) -> tuple[dict[str, Any], set[str]]:
-    """rope_parameters, and the keys that they are made of. llama.cpp has no yarn without the rounding that
-    ``truncate`` turns off, and gpt-oss was trained without it."""
+    """rope_parameters, and the keys that they are made of.
+
+    llama.cpp always rounds where yarn's ramp begins and ends (``truncate``), and so no file says it. gpt-oss was
+    trained without.
+    """
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": stated["rope.freq_base"]}
     kind = str(stated.get("rope.scaling.type", "none"))
     if kind not in ROPE_SCALING or "rope.scaling.factor" not in stated:
@@ -381,7 +387,7 @@ def _rope(stated: Mapping[str, Any], mixture: Mixture) -> tuple[dict[str, Any], 
     return parameters, {"rope.scaling.type", *keys}
 
 
-def _special(path: Path, header: GgufHeader, mixture: Mixture) -> dict[str, Any]:
+def _special(header: GgufHeader, mixture: Mixture) -> dict[str, Any]:
     """Tokens that begin and end a text, by id."""
     tokens: list[str] = header.metadata[TOKENS]
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -404,8 +410,9 @@ def _tensors(path: Path, header: GgufHeader, mixture: Mixture, values: Mapping[s
         lacks = [f"lacks {few(missing)}"] if missing else []
         reason = " (rotary scaling)" if any(name.startswith("rope_") for name in over) else ""
         holds = [f"holds {few(over)}{reason}, which have no place"] if over else []
+        kind = f"{header.architecture} with block_count {values['num_hidden_layers']}"
         raise ExportError(
-            f"{path.name} {', and '.join(lacks + holds)} in a {header.architecture} of {len(layers)} layers",
+            f"{path.name} {', and '.join(lacks + holds)} in a {kind}",
             expected=f"the tensors that llama.cpp's converter writes: {', '.join(mixture.layer)} of every layer",
             remedy=REMEDY,
         )

@@ -179,7 +179,12 @@ def test_what_a_file_may_leave_out(sources: Callable[[str], Path], tmp_path: Pat
     """As llama.cpp reads it; the head size and the rotary base are what they are by default."""
     absent = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
     harmless = {"expert_weights_norm": True, "expert_gating_func": 1, "expert_weights_scale": 1.0}
-    harmless |= {"rope.scaling.type": "none", "expert_shared_count": 0, "rope.dimension_count": 16}
+    harmless |= {
+        "rope.scaling.finetuned": True,
+        "rope.scaling.type": "none",
+        "expert_shared_count": 0,
+        "rope.dimension_count": 16,
+    }
 
     def all_heads(tensors: Tensors) -> None:
         for name in [name for name in tensors if ".attn_k.w" in name or ".attn_v." in name]:
@@ -198,6 +203,8 @@ def test_what_a_file_may_leave_out(sources: Callable[[str], Path], tmp_path: Pat
         ("qwen3_moe", {"expert_feed_forward_length": None}, "has no qwen3moe.expert_feed_forward_length"),
         ("qwen3_moe", {"expert_count": None}, "has no qwen3moe.expert_count"),
         ("qwen3_moe", {"expert_count": 0}, "says qwen3moe.expert_count = 0"),
+        ("qwen3_moe", {"rope.freq_base": float("inf")}, "rope.freq_base = inf"),
+        ("qwen3_moe", {"attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon = nan"),
         ("qwen3_moe", {"expert_used_count": 7}, "expert_count = 6, qwen3moe.expert_used_count = 7"),
         ("qwen3_moe", {"expert_used_count": [2, 2]}, r"expert_used_count = \[2, 2\]"),
         ("qwen3_moe", {"expert_weights_norm": False, "expert_gating_func": 2}, "expert_gating_func = 2"),
@@ -214,9 +221,9 @@ def test_what_a_file_may_leave_out(sources: Callable[[str], Path], tmp_path: Pat
         ("gpt_oss", {"attention.sliding_window_pattern": 3}, "attention.sliding_window_pattern = 3"),
         ("gpt_oss", {"expert_feed_forward_length": 64}, "expert_feed_forward_length = 64"),
         ("granitemoe", {"logit_scale": None}, "has no granitemoe.logit_scale"),
-        ("qwen3_moe", {"block_count": 3}, r"lacks blk\.2\.attn_k.*in a qwen3moe of 3 layers"),
+        ("qwen3_moe", {"block_count": 3}, r"lacks blk\.2\.attn_k.*in a qwen3moe with block_count 3"),
         ("qwen3_moe", {"block_count": 10**9}, "lacks"),
-        ("qwen3_moe", {"block_count": 1}, r"holds blk\.1\.attn_k.* have no place in a qwen3moe of 1 layers"),
+        ("qwen3_moe", {"block_count": 1}, r"holds blk\.1\.attn_k.* have no place in a qwen3moe with block_count 1"),
         ("qwen3_moe", {"expert_count": 5, "expert_used_count": 2}, r"ffn_gate_inp\.weight of m\.gguf is F32 \[6, 64\]"),
         ("qwen3_moe", {"expert_feed_forward_length": 48}, r"ffn_gate_exps\.weight of m\.gguf is F32 \[6, 96, 64\]"),
         ("qwen3_moe", {"attention.key_length": 32, "attention.value_length": 32}, r"attn_q\.weight .* \[64, 64\]"),
@@ -339,8 +346,10 @@ def test_a_scale_of_no_number_is_named(sources: Callable[[str], Path], tmp_path:
 
 @pytest.mark.parametrize("kind", ["olmoe", "gpt_oss", "mixtral"])
 def test_tokenizers_are_those_of_the_checkpoint(kind: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
-    write_mixture(tmp_path / "m.gguf", sources(kind))
+    template = "{{ messages[0]['content'] }}"
+    write_mixture(tmp_path / "m.gguf", sources(kind), more=lambda writer: writer.add_chat_template(template))
     found, expected = load_tokenizer(tmp_path, "m.gguf"), load_tokenizer(sources(kind))
+    assert found.chat_template == template
     text = "Once upon a time, 42 foxes.\n"
     assert found(text).input_ids == expected(text).input_ids
     assert found.get_vocab() == expected.get_vocab()
