@@ -82,16 +82,20 @@ class StoredCodes:
     def parts(self) -> tuple[StoredTensor, StoredTensor]:
         return self.blocks, self.scales
 
+    @cached_property
+    def mapped(self) -> tuple[CodeArray, CodeArray]:
+        """Blocks and scales, as views of their file, which may be removed from then on."""
+        return self.blocks.read().numpy(), self.scales.read().numpy()
+
     def is_finite(self) -> bool:
-        parts = [part.read().numpy() for part in self.parts]
-        largest = int(parts[1].max(initial=0))
-        return largest <= BIAS + LARGEST_EXPONENT or bool(np.isfinite(decoded(*parts)).all())
+        largest = int(self.mapped[1].max(initial=0))
+        return largest <= BIAS + LARGEST_EXPONENT or bool(np.isfinite(decoded(*self.mapped)).all())
 
     def read_float32(self) -> Any:
         """As a torch tensor."""
         import torch
 
-        return torch.from_numpy(decoded(*(part.read().numpy() for part in self.parts)))
+        return torch.from_numpy(decoded(*self.mapped))
 
     def read(self) -> Any:
         """As a torch tensor in bfloat16."""

@@ -37,6 +37,7 @@ class CodedParameter(nn.Parameter):
     def of(cls, stored: StoredCodes) -> CodedParameter:
         made = cls(torch.full((), torch.nan, dtype=torch.bfloat16).expand(stored.shape), requires_grad=False)
         made.stored = stored
+        _ = stored.mapped  # as other parameters are: files in a scratch folder are removed
         return made
 
 

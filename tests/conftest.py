@@ -44,7 +44,7 @@ LONG = frozenset(
     for name in (
         *("endurance", "passes_one_by_one", "pipeline", "recurrent_pipeline", "registry_to_server", "verdict_routes"),
         *("families", "sanitizers", "export", "registry", "resume", "stored_types", "trace", "cuda", "cuda_cubins"),
-        "bench_gpu_run_all",
+        *("bench_gpu_run_all", "gguf_mixtures"),
     )
 )
 

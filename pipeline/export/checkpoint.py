@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pipeline.export import gguf
+from pipeline.export import gguf, gguf_experts, gguf_mixtures
 from pipeline.export.composed import composed, is_composed
 from pipeline.export.mapped import place_stored, stand_ins
 from pipeline.export.weights import write_weights
@@ -110,13 +110,19 @@ def _load_gguf(folder: Path, entry: str, scratch: Path) -> LoadedCheckpoint:
     path = folder / entry
     header = gguf.read_header(path)
     with gguf.quickly_read():
-        config = _config(folder, gguf_file=entry)
-        gguf.require_known(header, config, path)
-        skeleton = _require_decoder(config, None, entry)
-        write_weights(scratch, gguf.dequantized(path, header, skeleton))
-    # The dequantized model is a float model: how the file stored it must not reach the exported config.
+        if gguf_mixtures.is_mixture(header.metadata):
+            mixture = gguf_mixtures.describe(path, header)
+            config, skeleton = mixture.config, _require_decoder(mixture.config, None, entry)
+            reads = gguf_experts.reads(mixture, skeleton)
+        else:
+            config = _config(folder, gguf_file=entry)
+            gguf.require_known(header, config, path)
+            skeleton = _require_decoder(config, None, entry)
+            reads = gguf.dequantized(path, header, skeleton)
+    write_weights(scratch, reads)
+    # How the file stored the model must not reach the exported config.
     vars(config).pop("quantization_config", None)
-    model = _placed(type(skeleton), config, stored_tensors(scratch), entry)
+    model = _placed(type(skeleton), config, with_codes(stored_tensors(scratch)), entry)
     if sampling := gguf.sampling(header, path):
         # transformers saves no settings of sampling for a model that does not sample.
         model.generation_config.update(do_sample=bool(sampling.keys() - {"repetition_penalty"}), **sampling)

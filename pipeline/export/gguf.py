@@ -44,7 +44,12 @@ class GgufHeader:
     architecture: str
     metadata: dict[str, Any]
     tensors: dict[str, str]  # type by name
-    elements: tuple[int, ...]  # of each tensor
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """Of each tensor."""
+        return tuple(map(math.prod, self.shapes.values()))
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -66,12 +71,18 @@ def read_header(path: Path) -> GgufHeader:
         ) from error
     if not names:
         raise ExportError(f"{path.name} holds no tensor", expected="a model", remedy=REMEDY)
+    if metadata.get("split.count") not in (None, 0, 1):
+        raise ExportError(
+            f"{path.name} is one of {metadata['split.count']} parts of a model",
+            expected="a model in one file",
+            remedy="join the parts with llama-gguf-split --merge, or " + REMEDY,
+        )
     _require_whole(path, reader)
     if not isinstance(metadata.get(TOKENS), list):
         raise ExportError(f"{path.name} has no tokenizer", expected=TOKENS, remedy=REMEDY)
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    sizes = tuple(math.prod(tensor.shape.tolist()) for tensor in reader.tensors)
-    return GgufHeader(metadata["general.architecture"], metadata, types, sizes)
+    shapes = {tensor.name: tuple(tensor.shape.tolist()[::-1]) for tensor in reader.tensors}
+    return GgufHeader(metadata["general.architecture"], metadata, types, shapes)
 
 
 def _require_whole(path: Path, reader: Any) -> None:
@@ -120,11 +131,17 @@ def sampling(header: GgufHeader, path: Path) -> dict[str, float]:
     :class:`tapeout.errors.ArtifactError` for a value that no request may have.
     """
     found = {name: header.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
-    # Stored as float32: 0.95 is 0.949999988 as a Python float.
-    values = {
-        name: float(str(np.float32(value))) if isinstance(value, float) else value for name, value in found.items()
-    }
+    values = {name: decimal(value) if isinstance(value, float) else value for name, value in found.items()}
     return checked_defaults(values, path.name)
+
+
+def decimal(value: float) -> float:
+    """What was written, of a number that is stored as float32.
+
+    >>> decimal(0.949999988079071)
+    0.95
+    """
+    return float(str(np.float32(value)))
 
 
 def require_known(header: GgufHeader, config: Any, path: Path) -> None:
@@ -139,12 +156,6 @@ def require_known(header: GgufHeader, config: Any, path: Path) -> None:
             f"{path.name} is an embedding model: it pools its outputs (pooling_type {keys['pooling_type']})",
             expected="a causal language model",
             remedy="choose a model that predicts tokens",
-        )
-    if int(keys.get("expert_count") or 0) > 0:
-        raise ExportError(
-            f"{path.name} is a mixture of {keys['expert_count']} experts",
-            expected="a dense decoder",
-            remedy="choose the model's checkpoint in safetensors; experts are not read from GGUF files",
         )
     if header.architecture in GGUF_CONFIG_ARCHS:
         raise ExportError(

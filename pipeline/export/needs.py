@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.export import gguf
+from pipeline.export.gguf_experts import parameter_sizes
+from pipeline.export.gguf_mixtures import is_mixture
 from tapeout.adapters import read_adapter
 from tapeout.coded_parameters import StoredCodes, with_codes
 from tapeout.resources import Needs
@@ -69,7 +71,10 @@ class _Sizes:
 
 def _sizes(folder: Path, entry: str) -> _Sizes:
     if entry.endswith(".gguf"):
-        elements = [*gguf.read_header(folder / entry).elements]
+        header = gguf.read_header(folder / entry)
+        if is_mixture(header.metadata):
+            return _mixture_sizes(header)
+        elements = [*header.elements]
         return _Sizes(elements, elements, 4 * sum(elements), 4)
     named = with_codes(stored_tensors(folder))
     stored = [tensor for tensor in named.values() if tensor.dtype in ELEMENT_BYTES]
@@ -90,6 +95,19 @@ def _sizes(folder: Path, entry: str) -> _Sizes:
             alone.append(n)
     stacked = max(layers.values(), default=0) * min(least, 4)
     return _Sizes([*alone, *layers.values()], written, size, min(least, 4), stacked)
+
+
+def _mixture_sizes(header: gguf.GgufHeader) -> _Sizes:
+    """A parameter of experts is put together in memory, of experts that are dequantized one at a time."""
+    sizes = parameter_sizes(header)
+    least = min(size.stored_bytes // size.elements for size in sizes)
+    return _Sizes(
+        [size.elements for size in sizes],
+        [size.piece for size in sizes],
+        sum(size.stored_bytes for size in sizes),
+        least,
+        max(size.stored_bytes for size in sizes),
+    )
 
 
 def _written_bits(tensor: StoredTensor | StoredCodes) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pipeline.export.gguf import quickly_read, tokens
+from pipeline.export.gguf_mixtures import holds_experts
 from pipeline.export.sentencepiece_file import converted
 from runtime.gateway.text.chat_template import TEMPLATE, ChatTemplate
 from tapeout.errors import ExportError, one_line
@@ -94,7 +95,8 @@ def load_tokenizer(checkpoint: Path, entry: str = "") -> Any:
         )
     if not entry and all(name in SENTENCEPIECE for name in files):
         return converted(checkpoint, files[0], TEXTS)
-    kind: Any = AutoTokenizer
+    # AutoTokenizer builds a model's configuration of a GGUF file first, which it cannot for every mixture.
+    kind: Any = PreTrainedTokenizerFast if entry and holds_experts(checkpoint / entry) else AutoTokenizer
     if FILE in files and not entry:
         _read(checkpoint / FILE)
         declared = _read_config(checkpoint / CONFIG).get("tokenizer_class")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pipeline.export.gguf_mixtures import MIXTURES
 from quantization.stored import GGUF_TYPES, LAYOUTS
 
 SECTION = (Path(__file__).parents[2] / "docs/formats.md").read_text().partition("## What is read\n")[2]
@@ -28,3 +29,10 @@ def test_every_type_of_gguf_is_listed() -> None:
     assert blocks and floats
     assert blocks[1].split(", ") == [name for name, (values, _) in GGUF_TYPES.items() if values > 1]
     assert floats[1].split(", ") == [name for name, (values, _) in GGUF_TYPES.items() if values == 1]
+
+
+def test_every_architecture_of_experts_in_gguf_is_listed() -> None:
+    rows = re.findall(r"^\| GGUF `([a-z0-9-]+)`[a-z ]* \| `([a-z0-9_`, ]+)` \|", SECTION, re.MULTILINE)
+    said = {architecture: models.split("`, `") for architecture, models in rows}
+    kinds = {name: [each.model_type for each in (m, m.shared) if each] for name, m in MIXTURES.items()}
+    assert said == kinds

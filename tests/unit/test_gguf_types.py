@@ -18,6 +18,7 @@ from pipeline.export.checkpoint import load_checkpoint
 from quantization.stored import GGUF_TYPES
 from tapeout.errors import TapeoutError
 from tests.checkpoints import gguf_file
+from tests.gguf_mixtures import checkpoint, values, write_mixture
 
 TYPES = {
     "blk.0.attn_k.weight": "Q4_0",
@@ -26,8 +27,22 @@ TYPES = {
     "blk.1.attn_v.weight": "BF16",
     "token_embd.weight": "Q5_0",
 }
-# No weight here is square: a square one that is transposed is another model, in no way a damaged file.
-CHANGED = [*sorted(set(TYPES) - {"token_embd.weight"}), "blk.1.ffn_norm.weight"]
+EXPERT_TYPES = {
+    "blk.0.attn_k.weight": "Q4_0",
+    "blk.0.ffn_gate_exps.weight": "Q5_1",
+    "blk.0.ffn_up_exps.weight": "BF16",
+    "blk.1.ffn_down_exps.weight": "Q8_0",
+}
+# Tensors that a defect is put in. No weight here is square: a square one that is transposed is another model, in no way
+# a damaged file.
+CHANGED = {
+    "dense": [*sorted(set(TYPES) - {"token_embd.weight"}), "blk.1.ffn_norm.weight"],
+    "qwen3_moe": [*sorted(EXPERT_TYPES), "blk.1.ffn_gate_inp.weight", "blk.0.attn_q_norm.weight"],
+    "gpt_oss": [
+        *(f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "up", "down")),
+        *("blk.1.ffn_up_exps.bias", "blk.1.attn_sinks.weight", "blk.0.ffn_gate_inp.bias", "blk.1.attn_k.weight"),
+    ],
+}
 
 
 class Entry(NamedTuple):
@@ -50,16 +65,20 @@ def entry(data: bytes, name: str) -> Entry:
 
 
 @cache
-def sound() -> tuple[bytes, dict[str, torch.Tensor]]:
-    """A file, and the weights by name of the parameter."""
+def sound(kind: str) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """A file, and the weights by name of the parameter. Experts of gpt-oss are in MXFP4."""
     with tempfile.TemporaryDirectory() as folder:
-        path = gguf_file(Path(folder) / "m.gguf", types=TYPES)
+        path = Path(folder) / "m.gguf"
+        if kind == "dense":
+            gguf_file(path, types=TYPES)
+        else:
+            source = checkpoint(path.parent / "source", kind, coded=kind == "gpt_oss")
+            write_mixture(path, source, types=EXPERT_TYPES if kind == "qwen3_moe" else {})
         return path.read_bytes(), weights(path)
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    model = load_checkpoint(path.parent, path.name).model
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: value.clone() for name, value in values(load_checkpoint(path.parent, path.name).model).items()}
 
 
 def test_the_table_of_types_is_that_of_the_library() -> None:
@@ -132,13 +151,14 @@ DEFECTS: list[Callable[[st.DrawFn, bytearray, Entry], None]] = [
 ]
 
 
+@pytest.mark.parametrize("kind", CHANGED)
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_defect_is_refused_or_the_weights_are_exact(defect: Any, data: st.DataObject) -> None:
-    written, expected = sound()
+def test_a_defect_is_refused_or_the_weights_are_exact(defect: Any, kind: str, data: st.DataObject) -> None:
+    written, expected = sound(kind)
     changed = bytearray(written)
-    defect(data.draw, changed, entry(written, data.draw(st.sampled_from(CHANGED))))
+    defect(data.draw, changed, entry(written, data.draw(st.sampled_from(CHANGED[kind]))))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.gguf"
         path.write_bytes(changed)
@@ -164,7 +184,7 @@ def test_a_defect_is_refused_or_the_weights_are_exact(defect: Any, data: st.Data
 def test_a_type_that_is_not_the_one_that_was_written_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
     from gguf import GGMLQuantizationType
 
-    data = bytearray(sound()[0])
+    data = bytearray(sound("dense")[0])
     struct.pack_into("<I", data, entry(bytes(data), "blk.0.attn_k.weight").kind, GGMLQuantizationType[kind])
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(TapeoutError, match=reason):
