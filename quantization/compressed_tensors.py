@@ -296,6 +296,12 @@ def _scheme(module: str, parts: Parts, groups: Sequence[tuple[re.Pattern[str], M
     named = found.name if found else "none"
     fields: dict[str, Any] = {"bits": declared.bits, "activations": activations, "format": named}
     if expert_codes.BITS in parts:
+        if named != f"int{declared.bits}":
+            raise QuantizationError(
+                f"experts of {module} differ in bits, and config.json says {named}",
+                expected="integers",
+                remedy="run `dvc repro quantize`",
+            )
         fields["expert_bits"] = tuple(parts[expert_codes.BITS].read().tolist())
     try:
         return Scheme.model_validate(fields | {"group_size": size, "symmetric": declared.symmetric})
@@ -317,11 +323,12 @@ def _declared(module: str, parts: Parts, groups: Sequence[tuple[re.Pattern[str],
         )
     weights = group["weights"]
     layout = group.get("format")
-    known = {one.layout for one in formats().values() if isinstance(one, NumberFormat)} | {BYTES, expert_codes.LAYOUT}
+    coded = {one.layout for one in formats().values() if isinstance(one, NumberFormat)}
+    known = sorted(coded | {BYTES, expert_codes.LAYOUT})
     if layout not in known:
         raise QuantizationError(
             f"config.json says that {module} is stored in {layout}",
-            expected=f"one of {', '.join(sorted(known))}",
+            expected=f"one of {', '.join(known)}",
             remedy="run `dvc repro quantize`",
         )
     size, exponents = weights.get("group_size"), weights.get("scale_dtype") == "torch.uint8"

@@ -4,7 +4,7 @@ A layer's experts are one unit of a plan, whose KL under a scheme is measured as
 makes is told by what its rounding changes of the layer's output: the relative output error of its projection, times the
 energy of what it adds to the residual stream, times how many tokens chose it. An expert that is chosen often is worth
 more bits for that. It also is read in more steps, so what its bits cost in time is counted by the same visits
-(``cost_table.py``): where a plan looks for time, a rare expert has its bits nearly for nothing.
+(``cost_table.py``): at one stream both cancel out, at many, and in bytes, rare experts get fewer bits.
 
 E  experts      S  schemes
 """

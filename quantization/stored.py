@@ -320,8 +320,10 @@ def check(module: str, parts: Parts, declared: Declared) -> tuple[int, int]:
     if expert_codes.BITS in parts:
         bits = parts[expert_codes.BITS].read().tolist()
         if max(bits) != declared.bits:
-            raise _misfit(
-                module, parts, next(part for part in needed if part.name == expert_codes.BITS), declared, sizes
+            raise QuantizationError(
+                f"config.json says {declared.bits} bits of {module}, whose experts have up to {max(bits)}",
+                expected="the bits of the widest expert",
+                remedy=REMEDY,
             )
         sizes["experts words"] = expert_codes.words_of_experts(bits, rows, columns)
     _require_shapes(module, parts, needed, declared, sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from safetensors.numpy import load_file
 
@@ -17,7 +18,7 @@ from quantization.checkpoint import KV_SCALES, QuantizedModel
 from quantization.compressed_tensors import open_checkpoint
 from quantization.quantize import quantize
 from tapeout.artifact import Artifact
-from tapeout.portable_graph import PortableGraph
+from tapeout.portable_graph import LinearGroup, PortableGraph
 from tapeout.recipe import BaseRecipe, Calibrate, DataSource, KVCache, ModelSource, Plan, Quantize, Rule
 from tapeout.schemes import FLOAT, Scheme
 from tests.exported import family_graph
@@ -76,3 +77,13 @@ def quantized(family: str, folder: Path, wanted: BaseRecipe | None = None) -> Mi
     return Mixture(
         family, graph, calibration, quantize(wanted.quantize, graph, calibration, plan, folder / "quantized")
     )
+
+
+def of_bits(*bits: int, group_size: Literal[16, 32] = 32, symmetric: bool = True) -> Scheme:
+    found = Scheme.of_experts([Scheme(bits=b, group_size=group_size, symmetric=symmetric) for b in bits])
+    assert found is not None
+    return found
+
+
+def group_named(family: str, name: str) -> LinearGroup:
+    return next(group for group in family_graph(family).record.groups if group.name == name)

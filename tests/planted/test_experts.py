@@ -10,12 +10,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from engines.kernels import cpu as native
+from engines.load import open_probe
+from evals.kinds.parity import ParityBounds
+from evals.kinds.parity.measure import compare
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
 from quantization.proof import count_tensors, prove
+from quantization.reference import QuantizedReference
 from tapeout.number_format import FloatArray
 from tapeout.quantized import QuantizedWeight, fit_range, round_to, round_to_nearest, stacked
+from tapeout.recipe import Rule
 from tapeout.schemes import Scheme
 from tests.checkpoints import say_schemes
+from tests.experts import quantized, recipe
+from tests.family_engines import words
 
 MXFP4 = Scheme(bits=4, format="mxfp4")
 SCHEMES = [
@@ -130,6 +138,33 @@ def test_codes_of_an_expert_are_those_of_its_neighbour(source: FloatArray, tmp_p
     words[ends[3] : ends[4]] = words[ends[0] : ends[1]]
     save_file(tensors, tmp_path / "model.safetensors")
     assert accused_in(tmp_path, of_bits(MIXED), source).keys() == {3}
+
+
+@pytest.mark.skipif(native.level() is None, reason=native.unsupported())
+@pytest.mark.parametrize("planted", [False, True], ids=["sound", "defect"])
+def test_an_engine_has_the_codes_of_a_neighbouring_expert(
+    planted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts 0 and 2, which have as many bits, so that all shapes fit. Parity finds it in the layer's output."""
+    rules = (
+        Rule(match="layers.*.experts_*", experts=(1,), scheme=Scheme(bits=8, symmetric=True)),
+        Rule(match="layers.*.experts_*", experts=(0, 2), scheme=Scheme(bits=5, symmetric=True)),
+        Rule(match="*", scheme=Scheme(bits=4, symmetric=True)),
+    )
+    mixture = quantized("qwen3_moe", tmp_path, recipe(rules))
+    part = QuantizedWeight.part
+
+    def neighbour(weight: QuantizedWeight, index: int) -> QuantizedWeight:
+        return part(weight, 2 - index if index in (0, 2) else index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(QuantizedWeight, "part", neighbour if planted else part)
+        bundle = mixture.build(tmp_path / "bundle")
+    head = next(group.members[0] for group in mixture.graph.record.groups if group.name == "lm_head")
+    reference = QuantizedReference(mixture.quantized.folder, int8_activations=True)
+    items = compare(open_probe(bundle, tmp_path, threads=1), reference, words("qwen3_moe", 2, 40, 2), head=head)
+    worst = max(item.errors["model.layers.0.mlp.experts.down_proj"] for item in items)
+    assert (worst > ParityBounds().max_parity_error) is planted
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

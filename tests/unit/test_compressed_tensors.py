@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,7 @@ from tapeout.errors import QuantizationError
 from tapeout.quantized import QuantizedWeight, format_of, round_to_nearest
 from tapeout.schemes import STATIC_INT8, Scheme
 from tests.checkpoints import CONFIG, WEIGHTS, say_schemes
+from tests.experts import of_bits
 from tests.mutations import MUTATIONS, Mutation
 
 BITS = (4, 5, 6, 8)
@@ -69,7 +71,6 @@ def test_a_linear_with_static_inputs_is_written_read_and_described(tmp_path: Pat
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_the_official_decompressor_decodes_the_same_weight(fmt: Scheme) -> None:
     """Also what transformers cannot load: packed zero points."""
-    import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -85,7 +86,6 @@ def test_the_official_decompressor_decodes_the_same_weight(fmt: Scheme) -> None:
 @pytest.mark.parametrize("columns", [16, 48, 80, 192])  # 80 codes of 6 bits end within a word
 @pytest.mark.parametrize("bits", BITS)
 def test_words_are_those_the_official_compressor_packs(bits: int, columns: int) -> None:
-    import torch
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
     linear = round_to_nearest(weight(columns=columns), Scheme(bits=bits, group_size=16, symmetric=True))
@@ -193,7 +193,6 @@ def test_a_target_by_name_is_that_module_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_official_decompressor_decodes_the_same_table(bits: int) -> None:
-    import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -285,6 +284,21 @@ def test_the_config_names_one_group_per_format() -> None:
     }
 
 
+def test_bits_of_experts_are_those_of_the_config(tmp_path: Path) -> None:
+    """Its widest are said there, and a number of bits that no integers have is refused."""
+    ours(tmp_path / "ours")
+    tensors = load_file(tmp_path / "ours" / WEIGHTS)
+    bits = tensors["layers.0.experts.up.weight_bits"]
+    for wrong, said in (
+        (6, "says 8 bits of layers.0.experts.up, whose experts have up to 6"),
+        (7, "an expert in 7 bits"),
+    ):
+        bits[:] = torch.tensor([4, wrong, 8 if wrong == 7 else 5])
+        save_file(tensors, tmp_path / "ours" / WEIGHTS)
+        with pytest.raises(QuantizationError, match=said):
+            open_checkpoint(tmp_path / "ours")
+
+
 def ours(folder: Path) -> dict[str, QuantizedWeight]:
     """A weight of every way to store one, and a norm."""
     schemes = {
@@ -296,6 +310,10 @@ def ours(folder: Path) -> dict[str, QuantizedWeight]:
     table = Scheme(bits=8, group_size=32, symmetric=True)
     linears = {name: round_to_nearest(weight(40, seed=n), scheme) for n, (name, scheme) in enumerate(schemes.items())}
     linears["layers.1.b.weight"] = replace(linears["layers.1.b.weight"], input_scale=0.03125)
+    for name, symmetric in (("layers.0.experts.up", True), ("layers.1.experts.up", False)):
+        schemes[name] = of_bits(4, 8, 5, symmetric=symmetric)
+        experts = np.stack([weight(20, seed=seed) for seed in range(3)])
+        linears[name] = round_to_nearest(experts, schemes[name])
     embedding = round_to_nearest(weight(72), table)
     folder.mkdir()
     writer = CheckpointWriter(folder)

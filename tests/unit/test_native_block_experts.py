@@ -270,14 +270,15 @@ def test_a_token_is_the_same_to_the_bit_alone_in_any_batch_and_on_any_threads(
             assert (run(kept(bits, threads), x[part], index[part], share[part]) == alone[part]).all()
 
 
-def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+@pytest.mark.parametrize("scheme", [Scheme(bits=8, group_size=32), mixed()], ids=lambda scheme: scheme.name)
+def test_a_step_reads_the_experts_that_its_tokens_choose(scheme: Scheme) -> None:
     """Two of six at one token; nearly all at many."""
-    model = experts_model(ExpertGate("silu"), *weights(Scheme(bits=8, group_size=32), True))
+    model = experts_model(ExpertGate("silu"), *weights(scheme, True))
     held = [v for v in model.graph.initializers.values() if v.uses()]
     every = sum(v.const_value.nbytes for v in held if v.const_value is not None)
     assert step_bytes(model) == every  # how many are chosen is not known
     model.graph.inputs[1].shape = ir.Shape(["tokens", 2])
-    assert step_bytes(model) == every // 3
+    assert step_bytes(model) == round(every / 3)
     assert step_bytes(model, 4) == round(every * (1 - (2 / 3) ** 4)) and step_bytes(model, 64) == every
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,8 +21,7 @@ from pipeline.export.checkpoint import load_checkpoint
 from quantization.checkpoint_formats.experts import names_of
 from quantization.checkpoint_formats.write import export_checkpoint
 from quantization.compressed_tensors import CheckpointWriter, open_checkpoint
-from quantization.cost_table import Cost, CostTable, shape_of, visited
-from quantization.expert_bits import ExpertErrors, mixtures
+from quantization.cost_table import CostTable, shape_of
 from quantization.input_sums import ExpertSums
 from quantization.proof import QuantizationProof, count_tensors, prove
 from quantization.quick_rounding import QuickRounding
@@ -42,7 +41,7 @@ from tapeout.recipe import Plan, Rule
 from tapeout.schemes import FLOAT, STATIC_INT8, Scheme
 from tapeout.tensor_files import stored_tensors
 from tests.checkpoints import say_schemes
-from tests.experts import SAMPLES, TOKENS, Mixture, calibrated, quantized, recipe
+from tests.experts import SAMPLES, TOKENS, Mixture, calibrated, group_named, of_bits, quantized, recipe
 from tests.exported import family_graph
 from tests.family_engines import words
 from tests.lowering import apply, lowering, run
@@ -77,16 +76,6 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
     return quantized(FAMILY, tmp_path_factory.mktemp("mixed"), recipe(BY_EXPERT))
 
 
-def of_bits(*bits: int, group_size: Literal[16, 32] = 32, symmetric: bool = True) -> Scheme:
-    found = Scheme.of_experts([Scheme(bits=b, group_size=group_size, symmetric=symmetric) for b in bits])
-    assert found is not None
-    return found
-
-
-def group_named(name: str, family: str = FAMILY) -> LinearGroup:
-    return next(group for group in family_graph(family).record.groups if group.name == name)
-
-
 def test_experts_are_groups_and_routers_and_gates_are_not() -> None:
     groups = {group.name: group for group in family_graph("qwen2_moe").record.groups}
     up, down = groups["layers.0.experts_up"], groups["layers.0.experts_down"]
@@ -113,9 +102,9 @@ def test_units_menus_and_rules_know_experts() -> None:
     graph = family_graph(FAMILY).record
     names = [unit.name for unit in units_of(graph, 2)]
     assert {"layers.0-1.experts_up", "layers.0-1.experts_down"} < set(names)
-    candidates = candidates_of(group_named("layers.0.experts_up"))
+    candidates = candidates_of(group_named(FAMILY, "layers.0.experts_up"))
     assert STATIC_INT8 not in candidates and FLOAT in candidates
-    assert STATIC_INT8 in candidates_of(group_named("layers.0.qkv"))
+    assert STATIC_INT8 in candidates_of(group_named(FAMILY, "layers.0.qkv"))
     with pytest.raises(QuantizationError, match=r"gives layers\.0\.experts_up static int8"):
         resolve(graph, [Rule(match="*", scheme=STATIC_INT8)])
     with pytest.raises(QuantizationError, match=r"gives layers\.0\.experts_up fp8-dynamic"):
@@ -179,7 +168,7 @@ def test_schemes_of_experts_are_no_business_of_other_rules() -> None:
 
 
 def test_costs_count_the_experts_that_a_step_reads() -> None:
-    group = group_named("layers.0.experts_up")
+    group = group_named(FAMILY, "layers.0.experts_up")
     shape, scheme = shape_of(group), Scheme(bits=4, group_size=32, symmetric=True)
     seconds = {shape: {scheme.name: {1: 1.0, 2: 1.25, 4: 2.0}}}
     table = CostTable("ort-cpu", 1, 8, 64, {shape: {scheme.name: 100}}, seconds, {})
@@ -187,73 +176,6 @@ def test_costs_count_the_experts_that_a_step_reads() -> None:
     assert cost.bytes == 2 * 4 * 100
     # 2, 3 and 3.75 of 4 experts, with 1, 4 / 3 and 8 / 3.75 tokens each
     assert cost.seconds == {1: 2 * 2 * 1.0, 2: 2 * 3 * 1.0, 4: 2 * 3.75 * 1.25}
-
-
-def test_costs_count_each_expert_by_how_often_it_is_chosen() -> None:
-    """A rare one costs its bytes and hardly any time."""
-    group, scheme = group_named("layers.0.experts_up"), of_bits(8, 4, 4, 4)
-    shape, own = shape_of(group), {4: "4-bit g32", 8: "8-bit g32"}
-    seconds = {shape: {own[4]: {1: 1.0, 2: 1.5}, own[8]: {1: 2.0, 2: 2.5}}}
-    sizes = {shape: {own[4]: 100, own[8]: 180}}
-
-    def cost(*visits: int, scheme: Scheme = scheme) -> Cost:
-        table = CostTable("ort-cpu", 1, 8, 64, sizes, seconds, {}, visits={group.name: visits})
-        return table.linears([group], scheme)
-
-    # Two experts of four at one token: each by its share of 2 choices.
-    often, rarely = cost(500, 300, 100, 100), cost(100, 300, 300, 300)
-    assert often.bytes == rarely.bytes == 180 + 3 * 100
-    assert often.seconds[1] == pytest.approx(1.0 * 2 + (0.6 + 0.2 + 0.2) * 1)
-    assert rarely.seconds[1] == pytest.approx(0.2 * 2 + 3 * 0.6 * 1)
-    # At two tokens one that all choose is read once, and others less than twice as often.
-    reads = 1 - (1 - np.array([1.0, 0.6, 0.2, 0.2])) ** 2
-    assert often.seconds[2] == pytest.approx(reads @ [2.5, 1.5, 1.5, 1.5])
-    # Skewed routing reads fewer experts than an even one; one that no token chose may be chosen all the same.
-    counts = [float(visited(group, 2, visits)[0].sum()) for visits in ((500, 300, 100, 100), (1, 1, 1, 1))]
-    assert counts == pytest.approx([2.56, 3.0])
-    assert (visited(group, 2, (0, 100, 100, 100))[0] > 0).all()
-
-
-def test_mixtures_give_bits_to_experts_that_are_worth_them() -> None:
-    """By loss for price: an expert whose loss is large, or whose price is small, comes first."""
-    schemes = [Scheme(bits=bits, symmetric=True) for bits in (8, 4, 6)] + [FLOAT, Scheme(bits=4, format="mxfp4")]
-    loss = np.array([8.0, 4.0, 2.0, 1.0])
-    kl = {s.name: (loss * 0.25 ** (s.bits - 4)).tolist() for s in schemes}
-    even = {s.name: [float(s.bits)] * 4 for s in schemes}
-    found = mixtures(schemes, kl, [even])
-    assert all(scheme.group_size == 32 and scheme.symmetric for scheme in found)
-    for scheme, predicted in found.items():
-        assert list(scheme.expert_bits) == sorted(scheme.expert_bits, reverse=True) and len(set(scheme.expert_bits)) > 1
-        assert predicted == pytest.approx(sum(kl[f"{bits}-bit g32"][e] for e, bits in enumerate(scheme.expert_bits)))
-    assert len({scheme.mean_bits for scheme in found}) == len(found) >= 5
-    cheap = {s.name: [float(s.bits), float(s.bits), float(s.bits), s.bits / 1000] for s in schemes}
-    assert all(scheme.expert_bits[3] == scheme.bits for scheme in mixtures(schemes, kl, [cheap]))
-    assert mixtures(schemes[:1], kl, [even]) == {}
-
-
-def test_an_expert_makes_of_a_layers_loss_what_its_rounding_changes_of_the_output(mixture: Mixture) -> None:
-    """Against transformers: the change of the layer's output when that expert alone is rounded, on held-out text."""
-    source, scheme = open_checkpoint(mixture.graph.folder), Scheme(bits=4, symmetric=True)
-    for name in ("layers.0.experts_up", "layers.0.experts_down"):
-        group, changes = group_named(name), list[float]()
-        rounded = round_to_nearest(source.tensor(group.members[0]), scheme.fitted(group.in_features))
-        shares = ExpertErrors(group, mixture.graph.record, mixture.calibration, source).shares(rounded)
-        for expert in range(4):
-            model, found = open_model(mixture.graph.folder), list[torch.Tensor]()
-            module = model.get_submodule("model.layers.0.mlp.experts")
-            module.register_forward_hook(lambda _module, _inputs, output, found=found: found.append(output.clone()))
-            for row in words(FAMILY, SAMPLES, TOKENS, 1):
-                with torch.inference_mode():
-                    model(torch.tensor([row]), use_cache=False)
-            exact, size = torch.cat(found), len(found)
-            with torch.inference_mode():
-                model.get_parameter(group.members[0])[expert] = torch.from_numpy(rounded.part(expert).dequantize())
-            for row in words(FAMILY, SAMPLES, TOKENS, 1):
-                with torch.inference_mode():
-                    model(torch.tensor([row]), use_cache=False)
-            changes.append(float((torch.cat(found[size:]) - exact).square().sum()))
-        np.testing.assert_allclose(shares, np.array(changes) / sum(changes), rtol=0.5)
-        assert np.argsort(shares).tolist() == np.argsort(changes).tolist() or np.ptp(shares) < 0.1
 
 
 def test_experts_compute_one_by_one_what_they_do_together() -> None:
@@ -332,7 +254,7 @@ def test_statistics_are_those_of_the_tokens_that_chose_an_expert(tmp_path: Path)
                 given = torch.cat(others[expert][rows]).double()
                 stand_ins = everyone if number == UP_INPUT else given.T @ given / len(given)
                 wanted = share * grams[expert] / masses[expert] + (1 - share) * stand_ins
-                found = getattr(read_statistics(calibration, group_named(name), expert), part)[0]
+                found = getattr(read_statistics(calibration, group_named(FAMILY, name), expert), part)[0]
                 size = np.sqrt(np.diag(wanted))
                 np.testing.assert_allclose(found / np.outer(size, size), wanted / np.outer(size, size), atol=2e-4)
     assert layer.starved(300) and layer.note(300).startswith("layers.0.experts_up, layers.0.experts_down: ")
@@ -535,7 +457,7 @@ def test_a_simulation_computes_the_rounded_experts(mixture: Mixture) -> None:
     samples, scheme = words(FAMILY, 2, 24, 5), Scheme(bits=4, group_size=32, symmetric=True)
     simulation = Simulation(mixture.graph, samples, {0})
     rounding = QuickRounding(mixture.graph, mixture.calibration, recipe().quantize)
-    groups = [group_named("layers.0.experts_up"), group_named("layers.0.experts_down")]
+    groups = [group_named(FAMILY, "layers.0.experts_up"), group_named(FAMILY, "layers.0.experts_down")]
     changed = rounding.rounded(rounding.prepare(groups), scheme)
     model, ids = open_model(mixture.graph.folder), torch.tensor(samples)
     with torch.inference_mode():
