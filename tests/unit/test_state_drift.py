@@ -19,7 +19,8 @@ PIECE = 512  # tokens fed at once
 def test_the_error_of_a_state_does_not_grow_with_the_text(operator: str) -> None:
     """Against float64. Decays as of a head that forgets within a few tokens, and of one that remembers thousands."""
     tokens = drawn(operator, SHAPE, LENGTHS[-1], 7)
-    tokens["decay"] *= np.array([1.0, 1e-3], np.float32)
+    by_head = tokens["decay"].reshape(LENGTHS[-1], SHAPE.heads, -1)
+    by_head *= np.array([[1.0], [1e-3]], np.float32)
     state, kept, errors = np.zeros((SLOTS, *SHAPE.state), np.float32), None, list[float]()
     for begin in range(0, LENGTHS[-1], PIECE):
         piece = {name: array[begin : begin + PIECE] for name, array in tokens.items()}
