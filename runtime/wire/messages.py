@@ -17,6 +17,7 @@ from msgspec import Meta
 from tapeout.errors import RequestError
 
 Seconds = Annotated[float, Meta(ge=0, le=1e300)]  # neither NaN nor infinite
+Times = Annotated[float, Meta(ge=0, le=1e300)]  # of how many times as much
 Logprob = Annotated[float, Meta(le=1.0)]  # in nats; of a token that cannot come it is infinite, never NaN
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 Pool = Literal["mixed", "prefill", "decode"]  # all of a request, its prompt up to the first token, or what follows
@@ -200,10 +201,8 @@ class EngineStats(NamedTuple):
     fetches_failed: int = 0  # that ended before all blocks came, which were computed then
     mapped_bytes: int = 0  # of weights that are left in their file, where the system tells what is in memory of them
     resident_bytes: int = 0  # of these, in memory: an estimate, some seconds old
-    step_reads: float = 1.0  # weights that the last step is expected to have read, over those of a step of one token
-    page_faults: int = (
-        0  # pages that were read from a disk while the engine waited, where weights are left in their file
-    )
+    step_reads: Times = 1.0  # weights that the last step is expected to have read, over those of a step of one token
+    page_faults: int = 0  # pages that were read from a disk while an engine waited that leaves weights in their file
 
 
 class RefusedRequest(NamedTuple):
