@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
+from engines.bundle import EngineBundle
 from evals.items import read_items
 from evals.kinds.parity import KIND, ParityItem
 from pipeline.stages import wiring
@@ -73,4 +75,29 @@ def test_the_engine_computes_what_the_checkpoint_says(artifacts: Path) -> None:
     down = {f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(2)}
     assert len(items) == 5 and all(down <= item.errors.keys() for item in items)
     assert max(error for item in items for error in item.errors.values()) < 0.01
+    assert sum(item.kl_sum for item in items) / sum(item.tokens for item in items) < 1e-5
+
+
+def test_a_plan_by_expert_goes_through_the_stages(
+    artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From costs that were timed to an engine that parity compares."""
+    shutil.copytree(artifacts, tmp_path / "artifacts")
+    recipe = yaml.safe_load((artifacts.parent / "params.yaml").read_text())
+    recipe["plan"] |= {"experts": "per_expert", "goal": "memory", "max_kl": 0.00025}
+    recipe["plan"] |= {"embeddings": {"bits": 32}, "kv_cache": {"dtype": "float32"}}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    monkeypatch.chdir(tmp_path)
+    own_cache(monkeypatch, artifacts.parent / "cache")
+    for name in ("sensitivity", "plan", "quantize", "build-candidate", "parity"):
+        wiring.run(name, Path("params.yaml"))
+    plan = artifact.load(tmp_path / "artifacts/plan", PrecisionPlan).record
+    units = {unit.name: unit for unit in plan.units if ".experts_" in unit.name}
+    assert units.keys() == {f"layers.{layer}.experts_{part}" for layer in range(2) for part in ("up", "down")}
+    assert any(unit.scheme.expert_bits for unit in units.values())
+    bundle = artifact.load(tmp_path / "artifacts/candidate", EngineBundle).record
+    assert {name: "mean" in bundle.plan[name] for name in units} == {
+        name: bool(unit.scheme.expert_bits) for name, unit in units.items()
+    }
+    items = read_items(tmp_path / "artifacts/parity" / KIND.items_file, ParityItem)
     assert sum(item.kl_sum for item in items) / sum(item.tokens for item in items) < 1e-5
