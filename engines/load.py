@@ -119,7 +119,7 @@ def experts_mapped(bundle: Artifact[EngineBundle], asked: bool | None = None) ->
     available memory. :class:`RequestError` where it is asked for and there is nothing to leave, or no such target.
     """
     record = bundle.record
-    able = find_target(record.target).capabilities.maps_experts and not EXPERTS.isdisjoint(record.operator_counts)
+    able = not EXPERTS.isdisjoint(record.operator_counts) and find_target(record.target).capabilities.maps_experts
     if asked and not able:
         raise RequestError(
             f"{bundle.folder} has no experts that {record.target} can leave in their file",

@@ -24,7 +24,11 @@ ENGINE_COUNTERS = (
     ("tapeout:blocks_fetched", "KV blocks that came from other engines.", "blocks_fetched"),
     ("tapeout:blocks_sent", "KV blocks that went to other engines.", "blocks_sent"),
     ("tapeout:fetches_failed", "Fetches of KV blocks that ended early; the rest was computed.", "fetches_failed"),
-    ("tapeout:page_faults", "Pages of experts that were read from a disk while a step waited.", "page_faults"),
+    (
+        "tapeout:page_faults",
+        "Pages from a disk that an engine waited for which leaves experts in their file.",
+        "page_faults",
+    ),
     ("tapeout:kv_values", "Keys and values written to a KV cache in int8 or int4.", "kv_values"),
     ("tapeout:kv_values_clipped", "Of those, beyond what the scales of calibration reach.", "kv_values_clipped"),
     ("tapeout:activation_values", "Activations quantized to int8 with static scales.", "activation_values"),
