@@ -299,6 +299,18 @@ def test_bits_of_experts_are_those_of_the_config(tmp_path: Path) -> None:
             open_checkpoint(tmp_path / "ours")
 
 
+def test_codes_of_experts_that_differ_in_bits_are_integers(tmp_path: Path) -> None:
+    ours(tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / CONFIG).read_text())
+    groups = config["quantization_config"]["config_groups"].values()
+    next(g for g in groups if g["format"] == "expert-pack-quantized" and g["weights"]["symmetric"])["weights"][
+        "type"
+    ] = "float"
+    (tmp_path / "ours" / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(QuantizationError, match="differ in bits, and config"):
+        open_checkpoint(tmp_path / "ours")
+
+
 def ours(folder: Path) -> dict[str, QuantizedWeight]:
     """A weight of every way to store one, and a norm."""
     schemes = {

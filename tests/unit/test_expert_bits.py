@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,23 @@ def test_an_expert_makes_of_a_layers_loss_what_its_rounding_changes_of_the_outpu
             changes.append(float((torch.cat(found[size:]) - exact).square().sum()))
         np.testing.assert_allclose(shares, np.array(changes) / sum(changes), rtol=0.5)
         assert np.argsort(shares).tolist() == np.argsort(changes).tolist() or np.ptp(shares) < 0.1
+
+
+def test_an_expert_counts_by_how_many_tokens_chose_it(mixture: Mixture) -> None:
+    source, scheme = open_checkpoint(mixture.graph.folder), Scheme(bits=4, symmetric=True)
+    group = group_named(FAMILY, "layers.0.experts_up")
+    rounded = round_to_nearest(source.tensor(group.members[0]), scheme.fitted(group.in_features))
+
+    def shares(*fit: int) -> np.ndarray:
+        layers = mixture.calibration.record.visits
+        visits = tuple(layer.model_copy(update={"fit": fit, "holdout": (0,) * 4}) for layer in layers)
+        record = mixture.calibration.record.model_copy(update={"visits": visits})
+        calibration = replace(mixture.calibration, record=record)
+        return ExpertErrors(group, mixture.graph.record, calibration, source).shares(rounded)
+
+    even, skewed = shares(100, 100, 100, 100), shares(400, 100, 100, 0)
+    wanted = even * [400, 100, 100, 1]  # one that nobody chose may be chosen all the same
+    np.testing.assert_allclose(skewed, wanted / wanted.sum(), rtol=1e-6)
 
 
 def test_a_plan_chooses_bits_by_expert(mixture: Mixture, tmp_path: Path) -> None:
