@@ -131,6 +131,17 @@ def test_an_engine_that_reads_weights_from_the_disk_while_it_is_timed(
     assert all("the candidate waited for" in check.reason for check in speeds)
 
 
+def test_a_page_in_twenty_steps_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of a library's: every process waits for some."""
+    record = benchmark(monkeypatch, Timed(), Timed(), SpeedSettings(new_tokens=25, batches=(1, 2), repeats=2))
+    few, many = (
+        record.model_copy(update={"candidate": record.candidate.model_copy(update={"page_faults": faults})})
+        for faults in (5, 6)
+    )
+    assert not paged(few) and verdict(few).outcome is Outcome.PASS
+    assert paged(many) and verdict(many).outcome is Outcome.INCONCLUSIVE
+
+
 @needs_kernels
 def test_weights_that_were_not_all_in_memory(
     mixture: Artifact[EngineBundle], mapped: Sequences, monkeypatch: pytest.MonkeyPatch

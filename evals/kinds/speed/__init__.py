@@ -18,6 +18,7 @@ from tapeout.recipe import BaseRecipe, Count, Section
 
 ENGINES = ("baseline", "candidate")
 BATCH_AXIS = "sequences decoded together"
+MOST_FAULTS = 0.05  # pages from the disk for each timed step, beyond which its time is that of the disk
 
 
 class SpeedSample(Frozen):
@@ -202,8 +203,10 @@ def _check(sample: SpeedSample, bounds: SpeedBounds) -> Check:
 
 
 def paged(timed: Benchmark) -> tuple[str, ...]:
-    """See :class:`SpeedSummary`."""
+    """See :class:`SpeedSummary`. Speeds are medians, which a few steps that wait for a page do not change."""
     found: list[str] = []
+    repeats = sum(len(sample.candidate_tokens_per_s) for sample in timed.samples if sample.phase == "decode")
+    steps = repeats * timed.new_tokens
     for name in ENGINES:
         numbers: EngineNumbers = getattr(timed, name)
         share, faults = numbers.resident_share, numbers.page_faults
@@ -213,8 +216,8 @@ def paged(timed: Benchmark) -> tuple[str, ...]:
             )
         elif share < 1:
             found.append(f"{1 - share:.3%} of the weights that the {name} leaves in their file were not in memory")
-        if faults:
-            found.append(f"the {name} waited for {faults:,} pages from the disk")
+        if faults > MOST_FAULTS * steps:
+            found.append(f"the {name} waited for {faults:,} pages from the disk, in {steps:,} steps and some prompts")
     return tuple(found)
 
 
