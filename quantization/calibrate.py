@@ -53,7 +53,7 @@ from tapeout.tensor_writer import write_tensors
 from tapeout.work_folder import is_kept, keep, source_hash, work_folder
 
 MIN_TOKENS = 8
-STAND_INS = 4  # times calibrate.min_visits: tokens that a starved expert is shown (docs/models.md has what others gave)
+STAND_INS = 4  # times calibrate.min_visits: tokens that a starved expert is shown (docs/negative-results.md)
 LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
@@ -274,7 +274,10 @@ class _Observer:
             others = torch.where((index != expert).all(1))[0]
             if count := min(len(others), self.stand_ins):
                 spread = torch.arange(count) * len(others) // count
-                sums.add_stand_ins(expert, inner_channels(module, expert, x[others[spread]]))
+                inputs = inner_channels(module, expert, x[others[spread]])
+                if not inputs.isfinite().all():
+                    raise _not_finite(f"the input of {group}, expert {expert}, for tokens of others,", inputs)
+                sums.add_stand_ins(expert, inputs)
 
     def see_cache(self, layer: int, part: str, kept: Tensor) -> Tensor:
         self._mark(_cache_name(layer, part))

@@ -261,6 +261,16 @@ def test_statistics_are_those_of_the_tokens_that_chose_an_expert(tmp_path: Path)
     assert layer.starved(1) == () and layer.note(1) == ""
 
 
+def test_an_expert_that_overflows_on_the_tokens_of_others_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        "quantization.calibrate.inner_channels", lambda module, expert, x: torch.full((len(x), 32), torch.inf)
+    )
+    with pytest.raises(QuantizationError, match=r"input of layers\.0\.experts_down, expert \d, for tokens of others"):
+        calibrated(FAMILY, tmp_path, recipe(min_visits=300))
+
+
 def test_only_a_starved_expert_has_the_statistics_of_its_stand_ins() -> None:
     sums = ExpertSums(2, 32, (4, 2))
     sums.begin(holdout=False)

@@ -217,7 +217,9 @@ def paged(timed: Benchmark) -> tuple[str, ...]:
         elif share < 1:
             found.append(f"{1 - share:.3%} of the weights that the {name} leaves in their file were not in memory")
         if faults > MOST_FAULTS * steps:
-            found.append(f"the {name} waited for {faults:,} pages from the disk, in {steps:,} steps and some prompts")
+            found.append(
+                f"the {name} waited for {faults:,} pages from the disk, in {steps:,} steps and the prompts before them"
+            )
     return tuple(found)
 
 
