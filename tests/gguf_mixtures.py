@@ -89,7 +89,7 @@ def write_mixture(
     more: Callable[[Any], object] = lambda _: None,
     token: tuple[int, str] | None = None,
 ) -> Path:
-    """``source``: a checkpoint folder of float32. ``types``: of tensors that are not F32, by what their names end in.
+    """``source``: a checkpoint folder of float32. ``types``: of matrices that are not F32, by what their names end in.
 
     ``change`` gets the tensors of the file. ``metadata``: keys without the architecture; None takes one out. ``more``
     gets the writer. ``token``: an id, and a control token that takes its place.
@@ -115,7 +115,7 @@ def write_mixture(
         tensors[stored] = tensor
     change(tensors)
     for name, tensor in tensors.items():
-        ending = next((end for end in types or {} if name.endswith(end)), "")
+        ending = next((end for end in types or {} if name.endswith(end) and tensor.ndim > 1), "")
         kind = GGMLQuantizationType[(types or {}).get(ending, "F32")]
         if tensor.dtype == torch.uint8:  # codes already
             coded = GGMLQuantizationType[(types or {}).get(ending, "MXFP4")]

@@ -97,6 +97,9 @@ def _require_whole(path: Path, reader: Any) -> None:
         values, size = GGUF_TYPES[kind]
         if not shape or 0 in shape or shape[-1] % values:
             raise ExportError(f"{stored} cannot be read", expected=f"rows of whole blocks of {values}", remedy=REMEDY)
+        # A few values are shorter than the padding behind them, so that no gap shows another type.
+        if len(shape) == 1 and kind != "F32":
+            raise ExportError(f"{stored} cannot be read", expected="vectors in F32", remedy=REMEDY)
         if offset != free:
             raise ExportError(
                 f"{stored} begins at byte {offset} of the data, and the tensors before it end at {free}",

@@ -75,6 +75,8 @@ class Overflow:
     found: str
 
 
+# Memory far beyond an array may belong to nobody. The processor stops such an access before the redzone is read.
+OUTSIDE = "heap-buffer-overflow|SEGV on unknown address"
 OVERFLOWS = {
     "too little shared memory": Overflow(
         "launch.cpp", "2 * LINEAR_SLICES * WARP_BYTES", "LINEAR_SLICES * WARP_BYTES", FEW_AND_MANY,
@@ -93,10 +95,10 @@ OVERFLOWS = {
     ),
     "activations of padding are read": Overflow(
         "linear_wide.cu", "smaller(first_token + row, p.M - 1)", "first_token + row", "linear and order",
-        "heap-buffer-overflow",
+        OUTSIDE,
     ),
     "outputs of padding are written": Overflow(
-        "linear.cuh", "if (token < p.M) p.y", "p.y", "linear and order", "heap-buffer-overflow"
+        "linear.cuh", "if (token < p.M) p.y", "p.y", "linear and order", OUTSIDE
     ),
     "sums of a split linear lie behind those of its blocks": Overflow(
         "linear_wide.cu", "place * LINEAR_SLICES * WIDE_WARPS", "(place + 1) * LINEAR_SLICES * WIDE_WARPS",

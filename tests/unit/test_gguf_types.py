@@ -172,6 +172,18 @@ def test_a_defect_is_refused_or_the_weights_are_exact(defect: Any, kind: str, da
         assert torch.equal(found[name], weight), name
 
 
+@pytest.mark.parametrize("kind", ["F16", "BF16", "F64"])
+def test_a_vector_of_another_type_is_refused(tmp_path: Path, kind: str) -> None:
+    """Four sinks of float32 take 16 bytes of the 32 that every tensor begins on, so that no gap shows their type."""
+    from gguf import GGMLQuantizationType
+
+    data = bytearray(sound("gpt_oss")[0])
+    struct.pack_into("<I", data, entry(bytes(data), "blk.1.attn_sinks.weight").kind, GGMLQuantizationType[kind])
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(TapeoutError, match=r"attn_sinks\.weight .* cannot be read"):
+        weights(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
