@@ -3,8 +3,9 @@
 Random weights cannot tell a good quantizer from a bad one: their logits are noise, and no margin or agreement means
 anything. These models (4 layers, hidden 128, 4 heads over 2 KV heads, 1,024 byte-level BPE tokens) have read the
 language reference in ``pydoc_data.topics`` and predict held-out passages of it far better than token frequencies do.
-Three of the four layers of the lfm2 are short convolutions, and three of the qwen3_5_moe_text are gated delta rules;
-all of its layers are mixtures of experts.
+All layers of the qwen3_moe and of the qwen3_5_moe_text are mixtures of experts; nothing made the routers of the former
+choose evenly. Three of the four layers of the lfm2 are short convolutions, and three of the qwen3_5_moe_text are gated
+delta rules.
 
 Each is trained once per machine, and again when this file or a version that shapes its weights changes.
 """
@@ -35,6 +36,13 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {
         "layer_types": ["conv", "conv", "full_attention", "conv"],
         "block_auto_adjust_ff_dim": False,  # else the size of the MLP is not the one given
+    },
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
     },
     "qwen3_5_moe_text": {
         "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
