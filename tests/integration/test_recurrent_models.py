@@ -29,6 +29,7 @@ FEW = 6  # of its prompts that come again
 FAMILIES = {
     "lfm2": ["conv"],
     "qwen3_5": ["conv", "delta"],
+    "kimi_linear": ["conv", "delta"],  # decays per key channel, latent attention
     "bamba": ["conv", "scan"],
     "mamba2": ["conv", "scan"],  # without attention
 }  # with the recurrent state of layer 0
