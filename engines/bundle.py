@@ -155,6 +155,11 @@ class LoweredRecord(Record):
             for one in self.experts
         )
 
+    @property
+    def decode_bytes(self) -> int:
+        """Bytes that a decode step at batch 1 moves, but for the KV cache: weights, and the state that it rewrites."""
+        return self.step_bytes + 2 * self.io.slot_bytes
+
     def fields(self) -> dict[str, Any]:
         """These fields by name, for the record of what is built from this graph."""
         return {name: getattr(self, name) for name in LoweredRecord.model_fields}

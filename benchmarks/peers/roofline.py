@@ -32,7 +32,6 @@ def in_turns(folder: Path, threads: int, prompt: Sequence[int], turns: int = TUR
     ``level``: of native kernels; default the best of this processor.
     """
     record = artifact.load(folder, EngineBundle).record
-    step_bytes = record.step_bytes + 2 * record.io.slot_bytes
     with closing(Sequences(load(folder, threads=threads, slots=1, level=level))) as engine:
         chosen, length = [int(engine.prefill(0, prompt)[0].argmax())], len(prompt)
         reads, steps = [read_bandwidth(threads, trials=1)], []
@@ -43,6 +42,6 @@ def in_turns(folder: Path, threads: int, prompt: Sequence[int], turns: int = TUR
                 chosen = engine.decode_greedy(chosen, [length]).tolist()
                 seconds.append(time.perf_counter() - start)
                 length += 1
-            steps.append(step_bytes / median(seconds))
+            steps.append(record.decode_bytes / median(seconds))
             reads.append(read_bandwidth(threads, trials=1))
     return Turns(steps=tuple(steps), reads=tuple(map(max, itertools.pairwise(reads))))

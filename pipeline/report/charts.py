@@ -201,7 +201,7 @@ def bars(chart: Bars) -> str:
 
 
 def roofline(roof: Roofline) -> str:
-    """Weight bytes read per second at batch 1, against what this machine can read."""
+    """Bytes of weights and states moved per second at batch 1, against what this machine can read."""
     _require_finite("roofline", (roof.bandwidth_gb_s, roof.baseline_gb_s, roof.candidate_gb_s))
     values = [
         (name, rate, f"{name}: {rate:.1f} GB/s, {share:.0%}")

@@ -129,6 +129,8 @@ def test_gauges_are_those_of_the_last_report() -> None:
     client.stats = client.stats._replace(blocks=0, blocks_held=0)  # of a model without attention
     found = values(metrics)
     assert found["vllm:kv_cache_usage_perc"] == 0.375 and found["tapeout:state_slot_bytes"] == 4096
+    client.stats = client.stats._replace(step_requests=2)  # each reads its state and writes it
+    assert values(metrics)["tapeout:bandwidth_share"] == pytest.approx((1000 + 2 * 2 * 4096) / 2000)
 
 
 def test_the_share_of_experts_in_memory_is_told_where_it_is_known() -> None:

@@ -33,7 +33,8 @@ class SpeedSample(Frozen):
 class EngineNumbers(Frozen):
     """Medians over the repeats of one engine. Dictionaries are keyed by batch.
 
-    ``roofline_share``: weight bytes over measured read bandwidth, as a share of the step time at the smallest batch.
+    ``roofline_share``: bytes of weights and recurrent state over measured read bandwidth, as a share of the time of a
+    step at the smallest batch.
     ``resident_share``: the least share in memory of the weights that the engine leaves in their file; 1 where it leaves
     none, None where the system does not tell. ``page_faults``: pages that were read from a disk while it was timed.
     ``cost_per_million_tokens``: US dollars per million generated tokens at the fastest batch.

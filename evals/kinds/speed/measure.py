@@ -76,7 +76,7 @@ def benchmark(
 ) -> Artifact[Benchmark]:
     """Write a :class:`Benchmark` with ``metrics.json`` (flat numbers).
 
-    ``bundles``: of ``baseline`` and ``candidate``. A decode step at batch 1 reads at least ``step_bytes`` of weights.
+    ``bundles``: of ``baseline`` and ``candidate``. A decode step at batch 1 moves at least their ``decode_bytes``.
     """
     engines = {"baseline": baseline, "candidate": candidate}
     progress("read bandwidth")
@@ -126,7 +126,7 @@ def benchmark(
             peak_memory_mb=peak_memory_mb(bundle.folder, settings.prompt_tokens, settings.new_tokens, threads),
             kv_token_bytes=bundle.record.io.token_bytes,
             bundle_mb=sum(file.size_bytes for file in bundle.files.values()) / 1e6,
-            roofline_share=roofline_share(bundle.record.step_bytes, step[min(batches)], bandwidth),
+            roofline_share=roofline_share(bundle.record.decode_bytes, step[min(batches)], bandwidth),
             cost_per_million_tokens=settings.price_per_hour / 3600 * 1e6 / max(speeds.values()),
         )
 

@@ -102,8 +102,8 @@ class EngineCollector(Collector):
         engine = {"bundle": info.digest, "target": info.name, "threads": info.threads}
         gauge("tapeout:engine_info", "The bundle that is served.", 1, **engine)
         if self._read_bandwidth:
-            share = bandwidth_share(stats, info.weight_bytes, self._read_bandwidth)
-            gauge("tapeout:bandwidth_share", "Weight bytes of the last step over read bandwidth.", share)
+            share = bandwidth_share(stats, info, self._read_bandwidth)
+            gauge("tapeout:bandwidth_share", "Bytes of weights and state of the last step over read bandwidth.", share)
         counter("vllm:generation_tokens", "Generated tokens.", series.generated_tokens)
         for name, text, attribute in ENGINE_COUNTERS:
             counter(name, text, series.counted[attribute])
@@ -120,10 +120,10 @@ def resident_share(stats: EngineStats) -> float | None:
     return stats.resident_bytes / stats.mapped_bytes if stats.mapped_bytes else None
 
 
-def bandwidth_share(stats: EngineStats, weight_bytes: int, read_bandwidth: float) -> float:
-    """Weight bytes that the last step read, per second, over what the machine reads at best; 0 while idle.
+def bandwidth_share(stats: EngineStats, info: EngineInfo, read_bandwidth: float) -> float:
+    """What the last step read of weights and rewrote of states, per second, over what the machine reads; 0 while idle.
 
-    ``weight_bytes``: of a step of one token.
+    The KV cache does not count.
     """
-    read = weight_bytes * stats.step_reads
-    return read / stats.step_seconds / read_bandwidth if stats.running and stats.step_seconds else 0.0
+    moved = info.weight_bytes * stats.step_reads + 2 * info.slot_bytes * stats.step_requests
+    return moved / stats.step_seconds / read_bandwidth if stats.running and stats.step_seconds else 0.0

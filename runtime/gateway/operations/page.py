@@ -94,7 +94,7 @@ class Page:
             "step_requests": stats.step_requests if stats.running else 0,
             "step_tokens": stats.step_tokens,
             "step_seconds": stats.step_seconds,
-            "bandwidth_share": bandwidth_share(stats, info.weight_bytes, bandwidth) if bandwidth else None,
+            "bandwidth_share": bandwidth_share(stats, info, bandwidth) if bandwidth else None,
             "kv_usage": kv_usage(stats),
             "blocks": stats.blocks,
             "blocks_held": stats.blocks_held,
