@@ -102,7 +102,8 @@ def test_the_body_computes_what_the_operator_says(gate: ExpertGate, data: st.Dat
         data.draw(st.booleans()),
         data.draw(st.integers(0, 2**31)),
     )
-    np.testing.assert_allclose(computed(gate, inputs), mixed(gate, inputs), rtol=1e-5, atol=1e-4)
+    expected = mixed(gate, inputs)  # some outputs are small differences of large sums
+    np.testing.assert_allclose(computed(gate, inputs), expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max() + 1e-4)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
