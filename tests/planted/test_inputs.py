@@ -347,6 +347,20 @@ def test_a_gguf_file_asks_for_what_transformers_leaves_out(tmp_path: Path) -> No
     refused(tmp_path, r"says llama\.rope\.scaling\.type = yarn, llama\.rope\.scaling\.factor", "m.gguf")
 
 
+@pytest.mark.parametrize("value", [None, 0.0, -1e-6, float("nan"), float("inf"), "small"])
+@pytest.mark.parametrize("key", ["context_length", "attention.layer_norm_rms_epsilon", "rope.freq_base"])
+def test_a_gguf_file_lacks_a_number_that_transformers_fills_in(
+    tmp_path: Path, key: str, value: float | str | None
+) -> None:
+    """Its own defaults, which no shape contradicts. Without a base llama.cpp has that of transformers, too."""
+    more: dict[str, float | str] = {} if value is None else {key.replace(".", "__"): value}
+    gguf_file(tmp_path / "m.gguf", without=f"llama.{key}", **more)
+    if (key, value) == ("rope.freq_base", None):
+        assert load_checkpoint(tmp_path, "m.gguf").model.config.rope_parameters["rope_theta"] == 10000.0
+    else:
+        refused(tmp_path, rf"no positive number for {re.escape(key)}|transformers cannot read", "m.gguf")
+
+
 @pytest.mark.parametrize("kept", [0, 3, 100, 20_000, 400_000])
 def test_a_gguf_file_is_cut_off(tmp_path: Path, kept: int) -> None:
     path = gguf_file(tmp_path / "m.gguf")
