@@ -505,6 +505,10 @@ def test_a_folder_is_named_as_an_adapter_and_is_none(folder: Path, tmp_path: Pat
         ({"target_modules": ["q_proj", "down_proj", "v_proj"]}, "lacks tensors for .*v_proj"),
         ({"target_modules": ["q_proj"]}, "has tensors for .*down_proj"),
         ({"r": 8}, r"lora_A\.weight of the adapter is \[4, "),
+        ({"use_rslora": "false"}, "use_rslora 'false'"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save 'lm_head'"),
+        ({"modules_to_save": ["lm_head"]}, r"lacks lm_head\.weight, by its modules_to_save"),
+        ({"modules_to_save": ["score"]}, "modules_to_save names score, which LlamaForCausalLM does not have"),
     ],
 )
 def test_an_adapter_asks_for_more_than_is_merged(
@@ -527,6 +531,8 @@ def test_an_adapter_asks_for_more_than_is_merged(
         (lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(1)}), "lm_head.weight, which cannot be"),
         (lambda t: t[min(t)].fill_(float("nan")), "makes NaN or infinite weights of"),
         (lambda t: t.clear(), "holds no tensor"),
+        (lambda t: t.update({min(t): (10 * t[min(t)]).to(torch.uint8)}), r"\(U8\) of the adapter are no floats"),
+        (lambda t: t.update({min(t): t[min(t)].to(torch.float8_e4m3fn)}), r"\(F8_E4M3\) of the adapter are no floats"),
     ],
 )
 def test_an_adapter_is_incomplete(
