@@ -353,7 +353,7 @@ def test_a_gguf_file_lacks_a_number_that_transformers_fills_in(
     tmp_path: Path, key: str, value: float | str | None
 ) -> None:
     """Its own defaults, which no shape contradicts. Without a base llama.cpp has that of transformers, too."""
-    more: dict[str, float | str] = {} if value is None else {key.replace(".", "__"): value}
+    more: dict[str, Any] = {} if value is None else {key.replace(".", "__"): value}
     gguf_file(tmp_path / "m.gguf", without=f"llama.{key}", **more)
     if (key, value) == ("rope.freq_base", None):
         assert load_checkpoint(tmp_path, "m.gguf").model.config.rope_parameters["rope_theta"] == 10000.0
