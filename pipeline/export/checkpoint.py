@@ -75,6 +75,7 @@ def _load_folder(folder: Path, scratch: Path) -> LoadedCheckpoint:
     from transformers.generation.configuration_utils import GenerationConfig
 
     written = _read_config(folder)
+    _require_one_rotary(written, str(folder))
     config = _config(folder)
     skeleton = _require_decoder(config, written.get("architectures"), str(folder))
     tensors, weights = stored_tensors(folder), folder
@@ -221,6 +222,41 @@ def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
         ) from error
     require_interface(skeleton)
     return skeleton
+
+
+def _require_one_rotary(written: Mapping[str, Any], where: str) -> None:
+    """Refuse rotary embeddings on which ``config.json`` contradicts itself. transformers would choose."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    problems: list[str] = []
+    for level in [written, *(value for value in written.values() if isinstance(value, dict))]:
+        sets = {name: level[name] for name in ("rope_scaling", "rope_parameters") if isinstance(level.get(name), dict)}
+        bases = [level.get("rope_theta"), *(value.get("rope_theta") for value in sets.values())]
+        if len(different := dict.fromkeys(base for base in bases if base is not None)) > 1:
+            problems.append(f"rope_theta {' and '.join(map(str, different))}")
+        scalings = [_scaling(value) for value in sets.values()]
+        if scalings[1:] and scalings[0] != scalings[1]:
+            problems.append(" and ".join(f"{name} {value}" for name, value in sets.items()))
+        # Models whose layers differ have parameters by the type of the layer.
+        for one in (one for value in sets.values() for one in (value, *value.values()) if isinstance(one, dict)):
+            kind, old = _scaling(one)["rope_type"], one.get("type")
+            if old in ROPE_INIT_FUNCTIONS and old != kind:  # others are names of older releases, such as su
+                problems.append(f"type {old} and rope_type {kind}")
+            if kind == "default" and one.get("factor") not in (None, 1):
+                problems.append(f"factor {one['factor']} and rope_type {kind}, which scales nothing")
+    if problems:
+        raise ExportError(
+            f"{CONFIG} of {where} contradicts itself on rotary embeddings: {'; '.join(problems)}",
+            expected="one description, in rope_parameters or in rope_theta and rope_scaling",
+            remedy="keep what the model was trained with, and remove the rest",
+        )
+
+
+def _scaling(described: Mapping[str, Any]) -> dict[str, Any]:
+    """With one name of its type, and without what may stand elsewhere, too."""
+    kind = described.get("rope_type", described.get("type", "default"))
+    elsewhere = ("rope_theta", "partial_rotary_factor", "type")
+    return {name: value for name, value in described.items() if name not in elsewhere} | {"rope_type": kind}
 
 
 def _unknown_rotary(config: Any, known: Collection[str]) -> str:

@@ -457,6 +457,46 @@ def test_nothing_ends_an_answer(folder: Path) -> None:
         find_stop_tokens(model, tokenizer)
 
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({"rope_theta": 5e5}, "rope_theta 500000.0 and 10000.0"),
+        ({"rope_scaling": LINEAR}, "rope_scaling .*linear.* and rope_parameters .*default"),
+        ({"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 2.0}}, "'factor': 4.0.* and .*'factor': 2.0"),
+        ({"rope_scaling": LINEAR, "rope_parameters": YARN}, "linear.* and .*yarn"),
+        ({"rope_parameters": LINEAR | {"type": "yarn"}}, "type yarn and rope_type linear"),
+        ({"rope_parameters": None, "rope_scaling": {"factor": 8.0}}, "factor 8.0 and rope_type default"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor 4.0 and rope_type default"),
+        ({"rope_parameters": {"full_attention": LINEAR | {"type": "dynamic"}}}, "type dynamic and rope_type linear"),
+        ({"text_config": {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}}, "rope_theta 1.0 and 2.0"),
+    ],
+)
+def test_the_configuration_contradicts_itself_on_rotary_embeddings(
+    folder: Path, settings: dict[str, Any], pattern: str
+) -> None:
+    change_json(folder / CONFIG, **settings)
+    refused(folder, f"contradicts itself on rotary embeddings: .*{pattern}")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_theta": 10000.0},
+        {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4, "rope_theta": 10000, "type": "linear"}},
+        {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "default", "type": "mrope"}},
+        {"rope_parameters": None},
+    ],
+)
+def test_rotary_embeddings_that_are_described_twice_alike(folder: Path, settings: dict[str, Any]) -> None:
+    change_json(folder / CONFIG, **settings)
+    assert load_checkpoint(folder).model.config.rope_parameters["rope_theta"] == 10000.0
+
+
 # --- adapters
 
 
