@@ -187,7 +187,7 @@ def _with_settings(name: str, ask: Ask, turn: int, vocabulary: int) -> Ask:
             ]
             return replace(ask, temperature=0.8, presence_penalty=0.5, **filters[turn % len(filters)])
         case "least_length":  # it would stop at once
-            stopping = dict.fromkeys(ask.stop_tokens, LIKELY)
+            stopping = dict.fromkeys(ask.stop_tokens, 4 * LIKELY)
             return replace(ask, min_new_tokens=max(1, tokens - 2), logit_bias=stopping)
         case "logprobs":
             return replace(ask, logprobs=min(5, vocabulary))
