@@ -42,7 +42,7 @@ STATEFUL = ("penalties", "draws", "least_length", CHOICES)
 STOPPING = ("greedy", "least_length", CHOICES)
 LIKELY = 10.0  # bias of tokens that are to come
 TALKS = 8  # conversations of two turns
-TURN_TOKENS = 4  # of the answer of a second turn, and of the question before it
+TURN_TOKENS = 4  # of the answer of a second turn
 TEXTS = ("yes, of course", "no, never", "it depends on the day")
 
 MakeAnswerer = Callable[..., Answerer]
@@ -101,7 +101,10 @@ def under_pressure(
 
 
 def _talks(has: EngineCapabilities, core: Answerer, streams: Streams) -> list[tuple[Ask, Answer]]:
-    """Requests of two turns, and their answers. The first ones end before, at and behind the end of a block."""
+    """Requests of two turns, and their answers. The first ones end before, at and behind the end of a block.
+
+    One token comes between the turns, and log-probabilities are compared: a single wrong position changes few tokens.
+    """
     size, new_tokens = has.block_tokens, min(ANSWER_TOKENS, has.max_tokens // 3)
     asks: list[Ask] = []
     for number in range(TALKS):
@@ -115,10 +118,10 @@ def _talks(has: EngineCapabilities, core: Answerer, streams: Streams) -> list[tu
     first = core.answer(asks, progress="first turns")
     longest = has.max_tokens - TURN_TOKENS
     prompts = [
-        (*ask.prompt, *answer.tokens, *streams.next(TURN_TOKENS).tokens)[:longest]
+        (*ask.prompt, *answer.tokens, *streams.next(1).tokens)[:longest]
         for ask, answer in zip(asks, first, strict=True)
     ]
-    more = [Ask(prompt, TURN_TOKENS, seed=number, tenant=TURNS) for number, prompt in enumerate(prompts)]
+    more = [Ask(prompt, TURN_TOKENS, tenant=TURNS, logprobs=min(5, has.vocab_size)) for prompt in prompts]
     second = core.answer(more, progress="second turns")
     return list(zip(asks + more, first + second, strict=True))
 
