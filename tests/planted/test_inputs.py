@@ -413,6 +413,46 @@ def test_a_chat_uses_a_token_that_the_embedding_lacks(folder: Path) -> None:
     tokenizer_refused(folder, f"no row for: '<turn>' is {VOCAB_SIZE}")
 
 
+def added(number: int, content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, "special": True, **flags}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pattern"),
+    [
+        ([(1500, "<tool>")], "'<tool>' is id 1500; .* id 1024"),
+        ([(7, "<tool>")], "'<tool>' is id 7; .* id 1024"),
+        ([(1024, "<a>"), (1024, "<b>")], "'<b>' is id 1024; .* id 1025"),
+        ([(1024, "<a>"), (1025, "<a>")], "'<a>' is id 102[45]; .* id 102[45]"),
+        ([(1500, "e")], "'e' is id 1500"),
+    ],
+    ids=["a gap", "the id of another", "one id", "twice", "in the vocabulary"],
+)
+def test_added_tokens_that_get_other_ids_than_the_file_says(
+    tiny_checkpoint: Path, tmp_path: Path, tokens: list[tuple[int, str]], pattern: str
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    known = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    change_json(folder / "tokenizer.json", added_tokens=[*known, *(added(*token) for token in tokens)])
+    tokenizer_refused(folder, rf"tokenizer\.json says that token {pattern}", rows=2000)
+
+
+def test_the_tokenizers_files_disagree_on_the_id_of_an_added_token(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    change_json(folder / "tokenizer_config.json", added_tokens_decoder={"9": added(9, "<|im_end|>")})
+    tokenizer_refused(folder, r"tokenizer_config\.json says that token '<.im_end.>' is id 9", rows=1024)
+
+
+def test_two_tokens_of_the_vocabulary_have_one_id(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    last, before = sorted(model["vocab"], key=lambda token: model["vocab"][token])[:-3:-1]
+    model["vocab"][last] = model["vocab"][before]
+    change_json(folder / "tokenizer.json", model=model)
+    tokenizer_refused(folder, r"gives id 1022 to 2 tokens", rows=1024)
+
+
 def test_there_is_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"model": ')
     tokenizer_refused(folder, r"tokenizer\.json of the checkpoint cannot be read")
