@@ -85,6 +85,8 @@ def _load_folder(folder: Path, scratch: Path) -> LoadedCheckpoint:
         _require_floats(tensors)
     else:
         reads = dequantized(tensors, quantization, tied=bool(_text(config).tie_word_embeddings))
+        if all(tensor.dtype in FLOATS for tensor in tensors.values()):
+            quantization = None  # left beside weights that somebody has dequantized
     if not (quantization is None or keeps_codes(quantization)) or is_composed(skeleton, reads):
         write_weights(scratch, composed(skeleton, reads))
         tensors, weights = stored_tensors(scratch), scratch
