@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -56,6 +56,7 @@ UNDERSTOOD = frozenset(
 INACTIVE = (("megatron_core", "megatron.core"), ("qalora_group_size", 16))  # defaults of what is switched off
 # Other initializations change the base weights when an adapter is loaded.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", None)
+LARGEST = 1e30  # of lora_alpha
 REMEDY = "merge the adapter with peft (`merge_and_unload`), save the model, and name that folder in model.source"
 
 
@@ -188,12 +189,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     unknown = sorted(settings.keys() - DESCRIPTIVE - UNDERSTOOD)
     problems += [f"{name} {settings[name]}" for name in unknown if (name, settings[name]) not in INACTIVE]
     problems += [f"r {rank}"] if type(rank) is not int or rank < 1 else []
-    finite = type(alpha) in (int, float) and math.isfinite(alpha)
-    problems += [] if finite else [f"lora_alpha {alpha}"]
-    switch = config.get("use_rslora", False)
-    problems += [] if isinstance(switch, bool) else [f"use_rslora {switch!r}"]
-    whole = config.get("modules_to_save") or []
-    problems += [] if _are_names(whole) else [f"modules_to_save {whole!r}"]
+    finite = type(alpha) in (int, float) and abs(alpha) <= LARGEST
+    problems += [] if finite else [f"lora_alpha {str(alpha)[:40]}"]
+    problems += [
+        f"{name} {config[name]!r}"
+        for name, is_right in VALUES.items()
+        if config.get(name) is not None and not is_right(config[name])
+    ]
     if problems:
         raise ExportError(
             f"the adapter has {', '.join(problems)}",
@@ -237,6 +239,35 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in cast("list[Any]", value))
 
 
+def _are_targets(value: Any) -> bool:
+    """Names of modules, or a regular expression of them."""
+    if not isinstance(value, str):
+        return _are_names(value)
+    try:
+        re.compile(value)
+    except re.error:
+        return False
+    return True
+
+
+def _are_layers(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, list) and all(type(one) is int for one in cast("list[Any]", value)))
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_of(parameter: str, module: str) -> bool:
     """Whether a parameter is one of a module's own; ``module``: the end of its name."""
     return f".{parameter}".rpartition(".")[0].endswith(f".{module}")
+
+
+VALUES: Mapping[str, Callable[[Any], bool]] = {
+    "exclude_modules": _are_targets,
+    "fan_in_fan_out": _is_switch,
+    "layers_to_transform": _are_layers,
+    "modules_to_save": _are_names,
+    "target_modules": _are_targets,
+    "use_rslora": _is_switch,
+}
