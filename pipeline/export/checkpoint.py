@@ -233,16 +233,18 @@ def _require_one_rotary(written: Mapping[str, Any], where: str) -> None:
     problems: list[str] = []
     for level in [written, *(value for value in written.values() if isinstance(value, dict))]:
         sets = {name: level[name] for name in ("rope_scaling", "rope_parameters") if isinstance(level.get(name), dict)}
-        bases = [level.get("rope_theta"), *(value.get("rope_theta") for value in sets.values())]
-        if len(different := dict.fromkeys(base for base in bases if base is not None)) > 1:
-            problems.append(f"rope_theta {' and '.join(map(str, different))}")
+        bases = [one["rope_theta"] for one in (level, *sets.values()) if one.get("rope_theta") is not None]
+        if different := [base for base in bases if base != bases[0]]:
+            problems.append(f"rope_theta {bases[0]} and {different[0]}")
         scalings = [_scaling(value) for value in sets.values()]
         if scalings[1:] and scalings[0] != scalings[1]:
             problems.append(" and ".join(f"{name} {value}" for name, value in sets.items()))
         # Models whose layers differ have parameters by the type of the layer.
         for one in (one for value in sets.values() for one in (value, *value.values()) if isinstance(one, dict)):
             kind, old = _scaling(one)["rope_type"], one.get("type")
-            if old in ROPE_INIT_FUNCTIONS and old != kind:  # others are names of older releases, such as su
+            if (
+                isinstance(old, str) and old in ROPE_INIT_FUNCTIONS and old != kind
+            ):  # others are names of older releases, such as su
                 problems.append(f"type {old} and rope_type {kind}")
             if kind == "default" and one.get("factor") not in (None, 1):
                 problems.append(f"factor {one['factor']} and rope_type {kind}, which scales nothing")

@@ -505,6 +505,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ("settings", "pattern"),
     [
         ({"rope_theta": 5e5}, "rope_theta 500000.0 and 10000.0"),
+        ({"rope_theta": [5e5]}, r"rope_theta \[500000.0\] and 10000.0"),
+        ({"rope_parameters": LINEAR | {"type": ["x"], "rope_theta": 1.0}, "rope_theta": {}}, "rope_theta {} and 1.0"),
         ({"rope_scaling": LINEAR}, "rope_scaling .*linear.* and rope_parameters .*default"),
         ({"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 2.0}}, "'factor': 4.0.* and .*'factor': 2.0"),
         ({"rope_scaling": LINEAR, "rope_parameters": YARN}, "linear.* and .*yarn"),
