@@ -53,7 +53,7 @@ class LevelVerdict(Executed, Record):
 
     artifact_type: ClassVar[str] = "LevelVerdict"
     remedy: ClassVar[str] = "run `tapeout verify`"
-    schema_version: ClassVar[int] = 5
+    schema_version: ClassVar[int] = 6
     parent_types: ClassVar[ParentTypes] = {
         "candidate": ("EngineBundle",),
         "verdict": ("Verdict",),

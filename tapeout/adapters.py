@@ -1,8 +1,8 @@
 """LoRA adapters in the format of PEFT: read, and checked to be nothing else than a low-rank change of linears.
 
 These few lines stand for a dependency on peft, which wraps every module of the model. What they do not cover is
-refused: every key of ``adapter_config.json`` that is set must be known here, every tensor must be used, and every
-module that the configuration names must have its pair of tensors.
+refused: every key of ``adapter_config.json`` that is set must be known here, every tensor must be a float and used, and
+every module that the configuration names must have its pair of tensors, or its whole parameters.
 
 Shapes: N output channels, K input channels, R rank; ``lora_A`` [R, K], ``lora_B`` [N, R].
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from tapeout.errors import ExportError
-from tapeout.tensor_files import StoredTensor, few, read_header
+from tapeout.tensor_files import FLOATS, StoredTensor, few, read_header
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -56,6 +56,7 @@ UNDERSTOOD = frozenset(
 INACTIVE = (("megatron_core", "megatron.core"), ("qalora_group_size", 16))  # defaults of what is switched off
 # Other initializations change the base weights when an adapter is loaded.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva", None)
+LARGEST = 1e30  # of lora_alpha
 REMEDY = "merge the adapter with peft (`merge_and_unload`), save the model, and name that folder in model.source"
 
 
@@ -102,6 +103,26 @@ class Adapter:
                 remedy="complete the adapter, or name the model that it was trained on in model.source",
             )
 
+    def require_saved(self, parameters: Collection[str], model: str) -> None:
+        """:class:`ExportError` unless each of ``modules_to_save`` is in the model, with every one of its parameters.
+
+        ``parameters``: names of all that the model has.
+        """
+        for module in self.config.get("modules_to_save") or ():
+            own = [name for name in parameters if _is_of(name, module)]
+            if not own:
+                raise ExportError(
+                    f"modules_to_save names {module}, which {model} does not have",
+                    expected="modules of the model that the adapter is for",
+                    remedy="name the model that the adapter was trained on in model.source",
+                )
+            if lacking := sorted(set(own) - self.saved.keys()):
+                raise ExportError(
+                    f"the adapter lacks {few(lacking)}, by its modules_to_save",
+                    expected=f"each parameter of the modules that were trained as a whole ({module})",
+                    remedy="complete the adapter: save it again with peft",
+                )
+
     def require_shapes(self, module: str, outputs: int, inputs: int) -> None:
         """:class:`ExportError` unless the tensors of a module fit its weight ``[N, K]`` and the rank."""
         down, up = self.pairs[module]
@@ -129,6 +150,12 @@ def read_adapter(folder: Path) -> Adapter:
     """From the configuration and the header of the tensors. :class:`ExportError` for what is no plain LoRA adapter."""
     config = _read_config(folder)
     stored = {tensor.name: tensor for tensor in read_header(folder / WEIGHTS)}
+    if codes := [f"{tensor.name} ({tensor.dtype})" for tensor in stored.values() if tensor.dtype not in FLOATS]:
+        raise ExportError(
+            f"{few(codes)} of the adapter are no floats",
+            expected=f"tensors of type {', '.join(sorted(FLOATS))}",
+            remedy=REMEDY,
+        )
     pairs, saved = _sorted_out(stored, config)
     rank = config["r"]
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -162,8 +189,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     unknown = sorted(settings.keys() - DESCRIPTIVE - UNDERSTOOD)
     problems += [f"{name} {settings[name]}" for name in unknown if (name, settings[name]) not in INACTIVE]
     problems += [f"r {rank}"] if type(rank) is not int or rank < 1 else []
-    finite = type(alpha) in (int, float) and math.isfinite(alpha)
-    problems += [] if finite else [f"lora_alpha {alpha}"]
+    finite = type(alpha) in (int, float) and abs(alpha) <= LARGEST
+    problems += [] if finite else [f"lora_alpha {str(alpha)[:40]}"]
+    problems += [
+        f"{name} {config[name]!r}"
+        for name, is_right in VALUES.items()
+        if config.get(name) is not None and not is_right(config[name])
+    ]
     if problems:
         raise ExportError(
             f"the adapter has {', '.join(problems)}",
@@ -190,7 +222,7 @@ def _sorted_out(
                 unused.append(name)
             elif match[2] == "A":
                 pairs[match[1]] = LowRank(tensor, other)
-        elif path != name and any(f".{path}".rpartition(".")[0].endswith(f".{module}") for module in whole):
+        elif path != name and any(_is_of(path, module) for module in whole):
             saved[path] = tensor
         else:
             unused.append(name)
@@ -201,3 +233,41 @@ def _sorted_out(
             remedy=REMEDY,
         )
     return pairs, saved
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in cast("list[Any]", value))
+
+
+def _are_targets(value: Any) -> bool:
+    """Names of modules, or a regular expression of them."""
+    if not isinstance(value, str):
+        return _are_names(value)
+    try:
+        re.compile(value)
+    except re.error:
+        return False
+    return True
+
+
+def _are_layers(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, list) and all(type(one) is int for one in cast("list[Any]", value)))
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_of(parameter: str, module: str) -> bool:
+    """Whether a parameter is one of a module's own; ``module``: the end of its name."""
+    return f".{parameter}".rpartition(".")[0].endswith(f".{module}")
+
+
+VALUES: Mapping[str, Callable[[Any], bool]] = {
+    "exclude_modules": _are_targets,
+    "fan_in_fan_out": _is_switch,
+    "layers_to_transform": _are_layers,
+    "modules_to_save": _are_names,
+    "target_modules": _are_targets,
+    "use_rslora": _is_switch,
+}

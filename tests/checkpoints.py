@@ -75,9 +75,11 @@ def gguf_file(
     title: str = "tiny",
     types: Mapping[str, str] | None = None,
     sampling: Mapping[str, float] | None = None,
+    without: str = "",
     **metadata: float | str,
 ) -> Path:
-    """The trained tiny llama as a GGUF file; ``metadata``: more keys of it, with ``__`` for a point.
+    """The trained tiny llama as a GGUF file; ``metadata``: more keys of it, with ``__`` for a point. ``without``: a key
+    that it lacks.
 
     ``types``: of tensors that are not F32. ``sampling``: keys of ``general.sampling``.
     """
@@ -104,6 +106,7 @@ def gguf_file(
     writer.add_token_types([3] * 3 + [1] * (config["vocab_size"] - 3))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.kv_data[0].pop(without, None)
     for key, value in metadata.items():
         name = f"llama.{key.replace('__', '.')}"
         writer.add_string(name, value) if isinstance(value, str) else writer.add_float32(name, value)

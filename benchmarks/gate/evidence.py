@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from evals.items import read_items
 from evals.kinds.parity import ParityItem
-from evals.kinds.serving import CONTEXT, DRAWN, PATHS, PRESSED, SEVERAL, Draws, Pressed, Pressure, ServedItem
+from evals.kinds.serving import CONTEXT, DRAWN, PATHS, PRESSED, SEVERAL, TURNS, Draws, Pressed, Pressure, ServedItem
 from evals.kinds.shadow import ShadowItem
 from evals.kinds.source import ANSWERS_PER_TASK, SourceAnswer, SourceItem
 from evals.kinds.speed import Benchmark, SpeedSample
@@ -254,7 +254,7 @@ def pressure(wrong: str = "", share: float = 0) -> Pressure:
                 settings=name, answers=10, tokens=tokens, wrong=round(share * tokens) if name == wrong else 0,
                 gap=5.0 if name == wrong else 0.0, preempted=2, cached=64, accepted=0,
             )
-            for name in PRESSED
+            for name in (*PRESSED, TURNS)
         ),
     )  # fmt: skip
 

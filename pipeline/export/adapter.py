@@ -32,6 +32,7 @@ def merge_adapter(model: Any, folder: Path, scratch: Path | None = None) -> None
     head = model.get_output_embeddings()
     modules = {name: _is_linear(module) and module is not head for name, module in model.named_modules()}
     adapter.require_targets(modules, type(model).__name__)
+    adapter.require_saved([name for name, _ in model.named_parameters(remove_duplicate=False)], type(model).__name__)
     changes: dict[str, Callable[[], torch.Tensor]] = {}
     for module in adapter.pairs:
         parameter = _parameter(model, f"{module}.weight", tied)

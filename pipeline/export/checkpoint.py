@@ -75,6 +75,7 @@ def _load_folder(folder: Path, scratch: Path) -> LoadedCheckpoint:
     from transformers.generation.configuration_utils import GenerationConfig
 
     written = _read_config(folder)
+    _require_one_rotary(written, str(folder))
     config = _config(folder)
     skeleton = _require_decoder(config, written.get("architectures"), str(folder))
     tensors, weights = stored_tensors(folder), folder
@@ -84,6 +85,8 @@ def _load_folder(folder: Path, scratch: Path) -> LoadedCheckpoint:
         _require_floats(tensors)
     else:
         reads = dequantized(tensors, quantization, tied=bool(_text(config).tie_word_embeddings))
+        if all(tensor.dtype in FLOATS for tensor in tensors.values()):
+            quantization = None  # left beside weights that somebody has dequantized
     if not (quantization is None or keeps_codes(quantization)) or is_composed(skeleton, reads):
         write_weights(scratch, composed(skeleton, reads))
         tensors, weights = stored_tensors(scratch), scratch
@@ -221,6 +224,43 @@ def _require_decoder(config: Any, architectures: Any, where: str) -> Any:
         ) from error
     require_interface(skeleton)
     return skeleton
+
+
+def _require_one_rotary(written: Mapping[str, Any], where: str) -> None:
+    """Refuse rotary embeddings on which ``config.json`` contradicts itself. transformers would choose."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    problems: list[str] = []
+    for level in [written, *(value for value in written.values() if isinstance(value, dict))]:
+        sets = {name: level[name] for name in ("rope_scaling", "rope_parameters") if isinstance(level.get(name), dict)}
+        bases = [one["rope_theta"] for one in (level, *sets.values()) if one.get("rope_theta") is not None]
+        if different := [base for base in bases if base != bases[0]]:
+            problems.append(f"rope_theta {bases[0]} and {different[0]}")
+        scalings = [_scaling(value) for value in sets.values()]
+        if scalings[1:] and scalings[0] != scalings[1]:
+            problems.append(" and ".join(f"{name} {value}" for name, value in sets.items()))
+        # Models whose layers differ have parameters by the type of the layer.
+        for one in (one for value in sets.values() for one in (value, *value.values()) if isinstance(one, dict)):
+            kind, old = _scaling(one)["rope_type"], one.get("type")
+            if (
+                isinstance(old, str) and old in ROPE_INIT_FUNCTIONS and old != kind
+            ):  # others are names of older releases, such as su
+                problems.append(f"type {old} and rope_type {kind}")
+            if kind == "default" and one.get("factor") not in (None, 1):
+                problems.append(f"factor {one['factor']} and rope_type {kind}, which scales nothing")
+    if problems:
+        raise ExportError(
+            f"{CONFIG} of {where} contradicts itself on rotary embeddings: {'; '.join(problems)}",
+            expected="one description, in rope_parameters or in rope_theta and rope_scaling",
+            remedy="keep what the model was trained with, and remove the rest",
+        )
+
+
+def _scaling(described: Mapping[str, Any]) -> dict[str, Any]:
+    """With one name of its type, and without what may stand elsewhere, too."""
+    kind = described.get("rope_type", described.get("type", "default"))
+    elsewhere = ("rope_theta", "partial_rotary_factor", "type")
+    return {name: value for name, value in described.items() if name not in elsewhere} | {"rope_type": kind}
 
 
 def _unknown_rotary(config: Any, known: Collection[str]) -> str:

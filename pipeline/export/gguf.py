@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,6 +28,9 @@ from tapeout.tensor_files import FLOATS, few
 # Metadata that says what the tensors or other keys say too. ``_implied`` compares some of them.
 IMPLIED = frozenset({"vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count"})
 NEUTRAL = (None, 0, 0.0, False, "", "none")  # of a key that has no place: nothing is asked for
+# No tensor's shape says these, and transformers fills what is missing with the defaults of its own classes.
+NEEDED = ("context_length", "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base")
+FREQ_BASE = 10000.0  # of rotary embeddings where a file says none, by llama.cpp
 TOKENS = "tokenizer.ggml.tokens"
 SAMPLING = {  # what llama.cpp's converter makes of generation_config.json, as general.sampling.*
     "temp": "temperature",
@@ -148,7 +151,7 @@ def decimal(value: float) -> float:
 
 
 def require_known(header: GgufHeader, config: Any, path: Path) -> None:
-    """Refuse metadata of the model that transformers has no place for."""
+    """Refuse metadata of the model that transformers has no place for, and those that are missing or no numbers."""
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
@@ -172,6 +175,7 @@ def require_known(header: GgufHeader, config: Any, path: Path) -> None:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     implied = [key for key in sorted(IMPLIED - {"vocab_size"}) if places.get(header.architecture, {}).get(key) is None]
     unknown += [key for key in implied if keys.get(key) not in (None, head_size)]
+    _require_numbers(keys, {**places.get(header.architecture, {}), **places.get(config.model_type, {})}, config, path)
     if unknown:
         raise ExportError(
             f"{path.name} says {few(f'{prefix}{key} = {keys[key]}' for key in unknown)}, which transformers does not "
@@ -179,6 +183,29 @@ def require_known(header: GgufHeader, config: Any, path: Path) -> None:
             expected="metadata that the model's configuration has a place for",
             remedy=REMEDY,
         )
+
+
+def _require_numbers(keys: Mapping[str, Any], places: Mapping[str, Any], config: Any, path: Path) -> None:
+    """``places``: the name in the configuration of each key that transformers reads."""
+    for key in NEEDED:
+        name, value = places.get(key), keys.get(key)
+        if name is None or (key == "rope.freq_base" and value is None and _has_base(config, FREQ_BASE)):
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise ExportError(
+                f"{path.name} says no positive number for {key} of the model ({value})",
+                expected=f"{key}, which llama.cpp's converter writes for this architecture",
+                remedy=REMEDY,
+            )
+
+
+def _has_base(config: Any, base: float) -> bool:
+    """Whether all rotary embeddings of a configuration have it."""
+    parameters: dict[str, Any] = config.rope_parameters or {}
+    # Models whose layers differ have parameters by the type of the layer.
+    sets = [parameters] if "rope_theta" in parameters else list(parameters.values())
+    return all(one["rope_theta"] == base for one in sets)
 
 
 @contextmanager

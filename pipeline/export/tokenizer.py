@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -69,6 +70,7 @@ def save_tokenizer(checkpoint: Path, entry: str, folder: Path, rows: int) -> Any
         )
     served: Any = _read(folder / FILE)
     _require_whole(served)
+    _require_ids(served, folder / FILE, {} if entry else _read_config(checkpoint / CONFIG))
     _require_rows(served, rows, str(tokenizer.chat_template or ""))
     _require_same(served, tokenizer)
     _require_ends(served, tokenizer, {} if entry else _read_config(checkpoint / CONFIG))
@@ -144,6 +146,34 @@ def _require_whole(served: Any) -> None:
             expected="texts as they are",
             remedy=f'set "truncation": null and "padding": null in {FILE}',
         )
+
+
+def _require_ids(served: Any, file: Path, config: Mapping[str, Any]) -> None:
+    """Every token has the id that the files say. The tokenizers library numbers added tokens by itself where it can.
+
+    Whatever they were trained with, the embedding's rows would be those of others.
+    """
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"].get("vocab")
+    if isinstance(vocabulary, dict) and len(set(vocabulary.values())) < len(vocabulary):
+        number, count = Counter(vocabulary.values()).most_common(1)[0]
+        shared = [token for token, held in vocabulary.items() if held == number]
+        raise ExportError(
+            f"{FILE} gives id {number} to {count} tokens: {few(map(repr, shared))}",
+            expected="an id for each token",
+            remedy="fetch the checkpoint again, or take the tokenizer of the model that it was made from",
+        )
+    stated = [(FILE, token["content"], token["id"]) for token in content.get("added_tokens") or ()]
+    decoder = config.get("added_tokens_decoder") or {}
+    stated += [(CONFIG, token["content"], int(number)) for number, token in decoder.items()]
+    for name, token, number in stated:
+        if (found := served.token_to_id(token)) != number:
+            raise ExportError(
+                f"{name} says that token {token!r} is id {number}; the tokenizers library makes it {_id(found)}",
+                expected="added tokens whose ids follow those of the vocabulary, without gaps, each once",
+                remedy="add tokens for the ids that are left out, or take the tokenizer of the model that this "
+                "checkpoint was made from",
+            )
 
 
 def _require_rows(served: Any, rows: int, template: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantization.checkpoint_formats import FLOAT_STORED, Parameter, ParameterPlace
-from quantization.stored import Declared, whole
+from quantization.stored import REMEDY, Declared, whole
 from tapeout.errors import QuantizationError
 from tapeout.number_format import CodeArray, Coded, Tensors
 from tapeout.quantized import QuantizedWeight, format_of
@@ -109,7 +109,16 @@ def decode(tensors: Tensors) -> Coded:
 
 
 def declared(module: str, config: Mapping[str, Any]) -> Declared:
-    """By quantization_config; AutoAWQ's default is groups of 128."""
+    """By quantization_config; AutoAWQ's default is groups of 128.
+
+    Readers disagree on what zero points mean beside ``zero_point: false``, and AutoAWQ writes no such checkpoint.
+    """
+    if config.get("zero_point", True) is not True:
+        raise QuantizationError(
+            f"quantization_config says zero_point {config['zero_point']}, and {module} has zero points",
+            expected="zero_point: true",
+            remedy=REMEDY,
+        )
     size = config.get("group_size", 128)
     return Declared("awq", "group", (1, None if size == -1 else whole("group_size", size)), bits=4)
 

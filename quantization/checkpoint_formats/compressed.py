@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # an export reads this layout, and depends on no QuantizedMod
     from quantization.checkpoint_formats.source import ExportSource
 
 LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+CLASS = "Linear"  # a target that is the class of a module
 ANY = "*"  # number of an expert
 SIGNED_BYTES = "8-bit symmetric"
 
@@ -183,16 +184,28 @@ def declared(module: str, config: Mapping[str, Any]) -> Declared:
 
 def _group_of(module: str, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The one of ``config_groups`` that says how the weight of a module is stored, and its arguments of weights."""
+    found: list[tuple[tuple[int, str], Mapping[str, Any], Mapping[str, Any]]] = []
     for name, value in mapping("config_groups", config.get("config_groups")).items():
         group = mapping(name, value)
-        weights = mapping("weights", group.get("weights"))
-        if weights and any(target == "Linear" or _is_named(module, target) for target in _targets(group)):
-            return group, weights
+        if weights := mapping("weights", group.get("weights")):
+            found += [
+                (_order(target), group, weights)
+                for target in _targets(group)
+                if target == CLASS or _is_named(module, target)
+            ]
+    if found:
+        _, group, weights = min(found, key=lambda one: one[0])
+        return group, weights
     raise QuantizationError(
         f"quantization_config does not say how the weight of {module} is stored",
         expected="a group of config_groups whose targets match it",
         remedy="complete config.json",
     )
+
+
+def _order(target: str) -> tuple[int, str]:
+    """As compressed-tensors has it (``utils/match.py``): names go before regular expressions, and classes come last."""
+    return (2 if target == CLASS else int(target.startswith("re:"))), target
 
 
 def _targets(group: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +35,24 @@ def test_passages_cut_from_one_article_are_on_one_side_only(script: str, spaces:
         lambda text: unicodedata.normalize("NFD", text),
         lambda text: "".join(chr(ord(sign) + 0xFEE0) if "!" <= sign <= "~" else sign for sign in text),  # full width
         lambda text: text[: len(text) // 2],
+        lambda text: "".join(sign for sign in unicodedata.normalize("NFD", text) if not unicodedata.combining(sign)),
+        "\u3164".join,  # a filler, which counts as a letter and shows nothing
+        lambda text: text.encode("ascii", "xmlcharrefreplace").decode(),
+        lambda text: json.dumps({"role": "user", "content": text}),
     ],
-    ids=["case", "white space", "punctuation", "frame", "accents", "width", "half"],
+    ids=[
+        "case",
+        "white space",
+        "punctuation",
+        "frame",
+        "accents",
+        "width",
+        "half",
+        "no accents",
+        "invisible",
+        "HTML",
+        "JSON",
+    ],
 )
 def test_near_copies_are_on_one_side_only(change: Callable[[str], str], tmp_path: Path) -> None:
     text = (
@@ -46,3 +63,12 @@ def test_near_copies_are_on_one_side_only(change: Callable[[str], str], tmp_path
     for seed in range(4):
         with pytest.raises(SourceError, match="1 share a passage with another"):
             choose(source, 1, 1, seed)
+
+
+def test_a_copy_of_what_many_calibration_texts_are_is_left_out(tmp_path: Path) -> None:
+    """More than a quarter of them, so that their passage counts as a header."""
+    copies = [f"{article('Latin', 200, 0)} {number}" for number in range(12)]
+    source = make_source(tmp_path / "s", {"boolq": {"passage": copies}})
+    for seed in range(4):
+        with pytest.raises(SourceError, match="4 share a passage with another"):
+            choose(source, 8, 1, seed)

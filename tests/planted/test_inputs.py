@@ -347,6 +347,20 @@ def test_a_gguf_file_asks_for_what_transformers_leaves_out(tmp_path: Path) -> No
     refused(tmp_path, r"says llama\.rope\.scaling\.type = yarn, llama\.rope\.scaling\.factor", "m.gguf")
 
 
+@pytest.mark.parametrize("value", [None, 0.0, -1e-6, float("nan"), float("inf"), "small"])
+@pytest.mark.parametrize("key", ["context_length", "attention.layer_norm_rms_epsilon", "rope.freq_base"])
+def test_a_gguf_file_lacks_a_number_that_transformers_fills_in(
+    tmp_path: Path, key: str, value: float | str | None
+) -> None:
+    """Its own defaults, which no shape contradicts. Without a base llama.cpp has that of transformers, too."""
+    more: dict[str, Any] = {} if value is None else {key.replace(".", "__"): value}
+    gguf_file(tmp_path / "m.gguf", without=f"llama.{key}", **more)
+    if (key, value) == ("rope.freq_base", None):
+        assert load_checkpoint(tmp_path, "m.gguf").model.config.rope_parameters["rope_theta"] == 10000.0
+    else:
+        refused(tmp_path, rf"no positive number for {re.escape(key)}|transformers cannot read", "m.gguf")
+
+
 @pytest.mark.parametrize("kept", [0, 3, 100, 20_000, 400_000])
 def test_a_gguf_file_is_cut_off(tmp_path: Path, kept: int) -> None:
     path = gguf_file(tmp_path / "m.gguf")
@@ -399,6 +413,46 @@ def test_a_chat_uses_a_token_that_the_embedding_lacks(folder: Path) -> None:
     tokenizer_refused(folder, f"no row for: '<turn>' is {VOCAB_SIZE}")
 
 
+def added(number: int, content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, "special": True, **flags}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pattern"),
+    [
+        ([(1500, "<tool>")], "'<tool>' is id 1500; .* id 1024"),
+        ([(7, "<tool>")], "'<tool>' is id 7; .* id 1024"),
+        ([(1024, "<a>"), (1024, "<b>")], "'<b>' is id 1024; .* id 1025"),
+        ([(1024, "<a>"), (1025, "<a>")], "'<a>' is id 102[45]; .* id 102[45]"),
+        ([(1500, "e")], "'e' is id 1500"),
+    ],
+    ids=["a gap", "the id of another", "one id", "twice", "in the vocabulary"],
+)
+def test_added_tokens_that_get_other_ids_than_the_file_says(
+    tiny_checkpoint: Path, tmp_path: Path, tokens: list[tuple[int, str]], pattern: str
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    known = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    change_json(folder / "tokenizer.json", added_tokens=[*known, *(added(*token) for token in tokens)])
+    tokenizer_refused(folder, rf"tokenizer\.json says that token {pattern}", rows=2000)
+
+
+def test_the_tokenizers_files_disagree_on_the_id_of_an_added_token(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    change_json(folder / "tokenizer_config.json", added_tokens_decoder={"9": added(9, "<|im_end|>")})
+    tokenizer_refused(folder, r"tokenizer_config\.json says that token '<.im_end.>' is id 9", rows=1024)
+
+
+def test_two_tokens_of_the_vocabulary_have_one_id(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    last, before = sorted(model["vocab"], key=lambda token: model["vocab"][token])[:-3:-1]
+    model["vocab"][last] = model["vocab"][before]
+    change_json(folder / "tokenizer.json", model=model)
+    tokenizer_refused(folder, r"gives id 1022 to 2 tokens", rows=1024)
+
+
 def test_there_is_no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"model": ')
     tokenizer_refused(folder, r"tokenizer\.json of the checkpoint cannot be read")
@@ -441,6 +495,48 @@ def test_nothing_ends_an_answer(folder: Path) -> None:
     model.generation_config.eos_token_id = [2, VOCAB_SIZE]
     with pytest.raises(ExportError, match=f"eos_token_id is {VOCAB_SIZE}"):
         find_stop_tokens(model, tokenizer)
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({"rope_theta": 5e5}, "rope_theta 500000.0 and 10000.0"),
+        ({"rope_theta": [5e5]}, r"rope_theta \[500000.0\] and 10000.0"),
+        ({"rope_parameters": LINEAR | {"type": ["x"], "rope_theta": 1.0}, "rope_theta": {}}, "rope_theta {} and 1.0"),
+        ({"rope_scaling": LINEAR}, "rope_scaling .*linear.* and rope_parameters .*default"),
+        ({"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 2.0}}, "'factor': 4.0.* and .*'factor': 2.0"),
+        ({"rope_scaling": LINEAR, "rope_parameters": YARN}, "linear.* and .*yarn"),
+        ({"rope_parameters": LINEAR | {"type": "yarn"}}, "type yarn and rope_type linear"),
+        ({"rope_parameters": None, "rope_scaling": {"factor": 8.0}}, "factor 8.0 and rope_type default"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor 4.0 and rope_type default"),
+        ({"rope_parameters": {"full_attention": LINEAR | {"type": "dynamic"}}}, "type dynamic and rope_type linear"),
+        ({"text_config": {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}}, "rope_theta 1.0 and 2.0"),
+    ],
+)
+def test_the_configuration_contradicts_itself_on_rotary_embeddings(
+    folder: Path, settings: dict[str, Any], pattern: str
+) -> None:
+    change_json(folder / CONFIG, **settings)
+    refused(folder, f"contradicts itself on rotary embeddings: .*{pattern}")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_theta": 10000.0},
+        {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4, "rope_theta": 10000, "type": "linear"}},
+        {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "default", "type": "mrope"}},
+        {"rope_parameters": None},
+    ],
+)
+def test_rotary_embeddings_that_are_described_twice_alike(folder: Path, settings: dict[str, Any]) -> None:
+    change_json(folder / CONFIG, **settings)
+    assert load_checkpoint(folder).model.config.rope_parameters["rope_theta"] == 10000.0
 
 
 # --- adapters
@@ -491,6 +587,18 @@ def test_a_folder_is_named_as_an_adapter_and_is_none(folder: Path, tmp_path: Pat
         ({"target_modules": ["q_proj", "down_proj", "v_proj"]}, "lacks tensors for .*v_proj"),
         ({"target_modules": ["q_proj"]}, "has tensors for .*down_proj"),
         ({"r": 8}, r"lora_A\.weight of the adapter is \[4, "),
+        ({"use_rslora": "false"}, "use_rslora 'false'"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save 'lm_head'"),
+        ({"target_modules": "q_proj("}, r"target_modules 'q_proj\('"),
+        ({"target_modules": 5}, "target_modules 5"),
+        ({"exclude_modules": "["}, r"exclude_modules '\['"),
+        ({"layers_to_transform": "1"}, "layers_to_transform '1'"),
+        ({"layers_to_transform": True}, "layers_to_transform True"),
+        ({"fan_in_fan_out": "no"}, "fan_in_fan_out 'no'"),
+        ({"lora_alpha": 10**400}, "lora_alpha 1000"),
+        ({"lora_alpha": float("nan")}, "lora_alpha nan"),
+        ({"modules_to_save": ["lm_head"]}, r"lacks lm_head\.weight, by its modules_to_save"),
+        ({"modules_to_save": ["score"]}, "modules_to_save names score, which LlamaForCausalLM does not have"),
     ],
 )
 def test_an_adapter_asks_for_more_than_is_merged(
@@ -513,6 +621,8 @@ def test_an_adapter_asks_for_more_than_is_merged(
         (lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(1)}), "lm_head.weight, which cannot be"),
         (lambda t: t[min(t)].fill_(float("nan")), "makes NaN or infinite weights of"),
         (lambda t: t.clear(), "holds no tensor"),
+        (lambda t: t.update({min(t): (10 * t[min(t)]).to(torch.uint8)}), r"\(U8\) of the adapter are no floats"),
+        (lambda t: t.update({min(t): t[min(t)].to(torch.float8_e4m3fn)}), r"\(F8_E4M3\) of the adapter are no floats"),
     ],
 )
 def test_an_adapter_is_incomplete(

@@ -216,6 +216,17 @@ def test_an_autoawq_checkpoint_is_what_its_codes_stand_for(tmp_path: Path) -> No
     assert loaded.model.generation_config.eos_token_id == 2
 
 
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_a_quantization_config_beside_floats_says_nothing_of_them(tmp_path: Path, method: str) -> None:
+    """Somebody has dequantized the weights, and left it."""
+    folder = checkpoints.checkpoint(tmp_path / "checkpoint")
+    expected = stored(folder)
+    change_json(folder / CONFIG, quantization_config={"quant_method": method})
+    assert_loaded(folder, expected)
+    loaded = load_checkpoint(folder)
+    assert loaded.dequantized is None and loaded.weights == folder
+
+
 def test_an_awq_word_holds_its_channels_in_the_published_order() -> None:
     """AutoAWQ packs channels 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on."""
     assert int(awq_words(np.arange(8)[None])[0, 0]) & 0xFFFFFFFF == 0x75316420

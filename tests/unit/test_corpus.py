@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import string
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +173,77 @@ def test_texts_of_symbols_alone_can_share_a_passage(first: int) -> None:
     assert not Passages([one + shared]).shared_with(other)
 
 
+# What shows nothing between letters, or the same letters in another way.
+INVISIBLE = (
+    "\u00ad\u034f\u061c\u115f\u1160\u1680\u17b4\u180b\u180e\u200b\u200d\u202e\u2060\u2800\u3164\ufe0f\ufeff\uffa0\ufffc\ufffd"
+    "\U000e0041"
+)
+
+
+@pytest.mark.parametrize("hidden", INVISIBLE, ids=lambda hidden: f"U+{ord(hidden):04X}")
+def test_letters_with_something_invisible_between_them_are_found(hidden: str) -> None:
+    text = article("Latin", 120, 0)
+    assert Passages([text]).shared_with(hidden.join(text))
+
+
+GREEK = "Η γρήγορη αλεπού πηδάει πάνω από το τεμπέλικο σκυλί και μετά φεύγει προς το δάσος"
+ARABIC = "كان الولد يلعب في الحديقة مع أصدقائه عندما رأى قطة صغيرة تجلس تحت الشجرة الكبيرة"
+
+
+@pytest.mark.parametrize(
+    ("text", "copy"),
+    [
+        (GREEK, GREEK.upper().translate(str.maketrans("ΆΈΉΊΌΎΏ", "ΑΕΗΙΟΥΩ"))),
+        ("Isparta ırmağı kıyısında sıcak bir yaz akşamı ışıkları izledik ve kızarmış ekmek yedik", None),
+        ("El niño comió una manzana después de la lección de geografía en el jardín de la mamá", "strip"),
+        (ARABIC, ARABIC.replace("ا", "ا\u0640\u0640")),
+        ("Zoë's naïve café isn't open, and the señor says that the crème brûlée there is too sweet", "html"),
+        ("敏捷的棕色狐狸跳过了懒惰的狗，然后跑进了森林深处。再也没有人看见过它。", "json"),
+        ("他说：“今天天气很好，我们一起去公园散步吧。”然后大家都高兴地出门去了。𠮷野家也在那里。", "json"),
+    ],
+    ids=["Greek", "Turkish", "Spanish", "Arabic", "HTML", "JSON", "JSON of two units"],
+)
+def test_a_copy_that_is_written_in_another_way_is_found(text: str, copy: str | None) -> None:
+    """In capitals, without accents, drawn out, or with escapes of the file that it was in."""
+    ways: dict[str | None, Callable[[], str]] = {
+        None: text.upper,
+        "strip": lambda: text.translate(str.maketrans("ñóéíá", "noeia")),
+        "html": lambda: text.encode("ascii", "xmlcharrefreplace").decode().replace("'", "&#39;").replace("ï", "&iuml;"),
+        "json": lambda: json.dumps([{"role": "user", "content": f"\n{text}"}]),
+    }
+    written = ways[copy]() if copy in ways else copy
+    assert written and written != text
+    assert Passages([text]).shared_with(written) and Passages([written]).shared_with(text)
+
+
+@pytest.mark.parametrize("signs", ["+-<>[].,", "∀∃⊢∈⊆∩∪≠"])
+def test_texts_without_letters_are_compared_as_they_are(signs: str) -> None:
+    one, other = ("".join(random.Random(seed).choice(signs) for _ in range(200)) for seed in range(2))
+    assert Passages([one]).shared_with(" ".join(one)) and not Passages([one]).shared_with(other)
+
+
+def test_a_copy_of_what_many_calibration_texts_are_is_found() -> None:
+    """More than a quarter of them, so that their passage counts as a header."""
+    text = article("Latin", 200, 0)
+    copies = [text, text.upper(), f"{text}!", f"1. {text}", text.replace(" ", "  ")]
+    known = Passages([*copies, *(article("Latin", 200, number) for number in range(1, 9))])
+    assert known.shared_with(f"({text})") and known.shared_with(f"{text} 17")
+    assert not known.shared_with(article("Latin", 200, 9))
+
+
+def test_short_questions_behind_a_header_are_compared() -> None:
+    header = "You are a helpful assistant of a shop for bicycles; answer briefly, and never mention prices or dates. "
+    asked = ["Which tyre fits a city bike?", "How do I oil a chain?", "Who repairs brakes?", "Is a bell needed?"]
+    known = Passages(header + question for question in asked)
+    assert all(known.shared_with(header + question.upper()) for question in asked)
+    assert known.shared_with(header) and not known.shared_with(header + "When do you open today?")
+
+
 def test_a_run_of_letters_has_an_exact_length() -> None:
     text = article("Latin", 200, 0)
     for length, found in ((RUN_LETTERS, True), (RUN_LETTERS - 1, False)):
         part = text[70 : 70 + length]
-        assert Passages([text]).shared_with(f"{'é' * 60} {part} {'ü' * 60}") is found
+        assert Passages([text]).shared_with(f"{'8' * 60} {part} {'9' * 60}") is found
     assert not Passages([]).shared_with(text) and not Passages([text]).shared_with("...")
 
 

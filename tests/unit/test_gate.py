@@ -27,6 +27,7 @@ from evals.kinds.serving import (
     AHEAD,
     DRAWN,
     PRESSED,
+    TURNS,
     Draws,
     Pressed,
     Pressure,
@@ -242,7 +243,7 @@ def proof(**changes: Any) -> Report[Any, Any]:
     return Report(ArtifactRef("QuantizedModel", QUANTIZED), summary.model_copy(update=changes))
 
 
-def pressure(kinds: Sequence[str] = PRESSED, **changes: Any) -> Pressure:
+def pressure(kinds: Sequence[str] = (*PRESSED, TURNS), **changes: Any) -> Pressure:
     numbers: dict[str, Any] = {"answers": 10, "tokens": 240, "wrong": 0, "gap": 0.0, "preempted": 2, "cached": 64}
     answers = tuple(Pressed(settings=name, accepted=0, **numbers | changes) for name in kinds)
     return Pressure(shares=True, scarce=True, constrains=True, steps_at_once=1, steps_ahead=0, answers=answers)
@@ -903,8 +904,12 @@ REFUSALS: dict[str, tuple[Evidence, str]] = {
         with_report("serving", pressure=pressure().model_copy(update={"steps_at_once": 2, "steps_ahead": 9})),
         "ServingReport has no answers under pressure with ahead",
     ),
+    "no second turns": (
+        with_report("serving", pressure=pressure(PRESSED)),
+        "ServingReport has no answers under pressure with turns",
+    ),
     "no step ahead": (
-        with_report("serving", pressure=pressure((*PRESSED, AHEAD)).model_copy(update={"steps_at_once": 2})),
+        with_report("serving", pressure=pressure((*PRESSED, TURNS, AHEAD)).model_copy(update={"steps_at_once": 2})),
         "ServingReport has no step that began before the one before had ended",
     ),
     "no hit": (with_report("serving", pressure=pressure(cached=0)), "no prompt was found again"),

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from engines.protocol import Entry
 from runtime.engine import speculation
+from runtime.engine.core import EngineCore
+from runtime.engine.in_process import CoreAnswer, ModelledTime, answer_all
 from runtime.engine.sampling import BatchSampler
 from runtime.engine.scheduling.step_costs import StepCosts
 from runtime.engine.speculation import (
@@ -26,6 +28,7 @@ from runtime.engine.speculation import (
     Speculation,
     accept,
 )
+from runtime.wire.limits import Limits
 from runtime.wire.messages import GenerateRequest, SamplingSettings, TokenLogprobs
 from tests.fake_engine import HistoryEngine
 
@@ -212,6 +215,34 @@ def test_a_response_is_the_same_with_and_without_speculation(
     assert plain.counts == Counts() and plain.steps == len(plain.tokens)
     assert fast.steps + fast.counts.accepted >= len(fast.tokens)
     assert fast.counts.accepted <= fast.counts.drafted <= most * fast.counts.drafts
+
+
+def answered(request: GenerateRequest, most: int, seed: int) -> tuple[CoreAnswer, int]:
+    """By the core that serves, and how many drafted tokens were accepted."""
+    timed = ModelledTime(LoopingEngine(12, slots=2, max_tokens=200, seed=seed, block_tokens=16))
+    core = EngineCore(timed, Limits(max_draft_tokens=most), clock=timed.clock)
+    (answer,) = answer_all(core, [request])
+    return answer, core.stats().accepted_tokens
+
+
+@pytest.mark.parametrize("fields", [*SETTINGS, {"min_new_tokens": 3}], ids=str)
+def test_the_core_answers_the_same_with_and_without_speculation(fields: dict[str, Any]) -> None:
+    """The prompt ends with what repeats. Each token of the answer ends it in turn, wherever in a draft that is."""
+    accepted = 0
+    for seed in range(4):
+        start = np.random.default_rng(seed).integers(0, 12, 20).tolist()
+        loop, _ = answered(GenerateRequest("a", start, 60), 0, seed)
+        prompt = [*start, *loop.tokens]
+        whole, _ = answered(GenerateRequest("a", prompt, 40, **fields), 0, seed)
+        for stop in (None, *dict.fromkeys(whole.tokens)):
+            stops = frozenset() if stop is None else frozenset({stop})
+            request = GenerateRequest("a", prompt, 40, stop_tokens=stops, **fields)
+            (plain, _), (fast, drafted) = answered(request, 0, seed), answered(request, 8, seed)
+            assert (fast.tokens, fast.logprobs, fast.reason) == (plain.tokens, plain.logprobs, plain.reason)
+            assert (plain.reason == "stop") == (stop is not None) or request.min_new_tokens
+            accepted += drafted
+    repeats = fields.get("sampling", SamplingSettings()).repetition_penalty == 1
+    assert accepted > 20 or not repeats
 
 
 def test_speculation_saves_steps_where_text_repeats() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from pipeline.export.checkpoint import load_checkpoint
+from quantization.checkpoint_formats import autoawq, compressed
 from quantization.stored import quantized_modules
-from tapeout.errors import TapeoutError
+from tapeout.errors import QuantizationError, TapeoutError
 from tapeout.mapped_weights import widened
 from tapeout.tensor_files import stored_tensors
 from tests.checkpoints import CONFIG, WEIGHTS, Tensors, change_json
@@ -75,3 +77,22 @@ def test_a_parameter_in_float_is_no_part_of_a_quantized_weight(name: str, tmp_pa
     for dtype, found in ((torch.float32, 0), (torch.uint8, 1)):
         save_file({name: torch.ones(4, dtype=dtype)}, tmp_path / WEIGHTS)
         assert len(quantized_modules(stored_tensors(tmp_path))) == found
+
+
+def test_the_most_specific_target_of_config_groups_holds() -> None:
+    """In whatever order they stand: a name, a regular expression, a class."""
+    targets = {"Linear": 4, "re:.*down_proj$": 5, "model.layers.1.mlp.down_proj": 8}
+    groups = [
+        {"targets": [target], "weights": {"num_bits": bits, "strategy": "channel"}} for target, bits in targets.items()
+    ]
+    for order in itertools.permutations(groups):
+        config = {"format": "pack-quantized", "config_groups": {str(at): group for at, group in enumerate(order)}}
+        found = [compressed.declared(f"model.layers.{name}", config).bits for name in ("0.q", "0.mlp.down_proj")]
+        assert found == [4, 5] and compressed.declared("model.layers.1.mlp.down_proj", config).bits == 8
+
+
+@pytest.mark.parametrize("value", [False, None, 0, "true"])
+def test_awq_without_zero_points_is_refused(value: object) -> None:
+    with pytest.raises(QuantizationError, match="zero_point") as caught:
+        autoawq.declared("q_proj", {"bits": 4, "zero_point": value})
+    assert "zero_point: true" in caught.value.expected

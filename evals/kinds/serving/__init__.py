@@ -50,6 +50,8 @@ PRESSED = (
 GREEDY = ("greedy", "leaves")  # of these: the engine itself chooses all tokens
 # A further kind: greedy requests alone, where an engine of two steps at once begins the next before the last is known.
 AHEAD = "ahead"
+# And another, where requests share state: prompts that go on behind an earlier prompt and its answer, as in a chat.
+TURNS = "turns"
 
 
 class ServedItem(Frozen):
@@ -94,7 +96,7 @@ class Pressed(Frozen):
     ``accepted``: tokens that were drafted.
     """
 
-    settings: str  # one of PRESSED, or AHEAD
+    settings: str  # one of PRESSED, TURNS or AHEAD
     answers: int
     tokens: int
     wrong: int
@@ -142,7 +144,7 @@ class ServingReport(EvidenceRecord):
 
     artifact_type: ClassVar[str] = "ServingReport"
     remedy: ClassVar[str] = "run `dvc repro serving`"
-    schema_version: ClassVar[int] = 8
+    schema_version: ClassVar[int] = 9
     parent_types: ClassVar[ParentTypes] = {
         "baseline": ("EngineBundle",),
         "candidate": ("EngineBundle",),
@@ -332,6 +334,7 @@ def pressure_problems(name: str, pressure: Pressure) -> list[str]:
     found = [one.settings for one in pressure.answers]
     wanted = [settings for settings in PRESSED if settings != CHOICES or pressure.constrains]
     wanted += [AHEAD] if pressure.steps_at_once > 1 else []
+    wanted += [TURNS] if pressure.shares else []
     problems = [f"{name} has no answers under pressure with {missing}" for missing in wanted if missing not in found]
     problems += [
         f"{name} has impossible numbers of answers under pressure with {one.settings}"

@@ -19,6 +19,7 @@ from evals.answers import Ask, Score
 
 Float64Array = NDArray[np.float64]
 
+EDGE = 0.03  # in probability
 _BITS = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64
 
@@ -51,12 +52,30 @@ def passed_over(ask: Ask, response: Sequence[int], logits: FloatArray, chosen: i
     scores = adjusted(ask, response, logits)
     if not ask.temperature:
         return float(scores.max() - scores[chosen])
+    point = random_bits(ask.seed, len(response)) / 2.0**64
+    # What lies at the end of a nucleus may be in it by other sums of the same logits.
+    edges = {0.0} if ask.top_p == 1 and not ask.min_p else {-EDGE, 0.0, EDGE}
+    return min(_outside(_weights(ask, scores, edge), point, chosen) for edge in edges)
+
+
+def _weights(ask: Ask, scores: Float64Array, edge: float) -> Float64Array:
+    """Of all tokens; zero where top-k, top-p or min-p leave them out. ``edge``: they keep so much more."""
     weights = np.exp((scores - scores.max()) / ask.temperature)
+    ranked = np.argsort(-scores, kind="stable")
     if 0 < ask.top_k < len(weights):
-        weights[np.argsort(-scores, kind="stable")[ask.top_k :]] = 0
+        weights[ranked[ask.top_k :]] = 0
+    if ask.top_p < 1:
+        shares = weights[ranked] / weights.sum()
+        likelier = np.cumsum(shares) - shares
+        weights[ranked[1:][likelier[1:] >= ask.top_p + edge]] = 0
+    if ask.min_p:
+        weights[weights < ask.min_p - edge] = 0
+    return weights
+
+
+def _outside(weights: Float64Array, point: float, chosen: int) -> float:
     ends = np.cumsum(weights) / weights.sum()
     begin, end = (float(ends[chosen - 1]) if chosen else 0.0), float(ends[chosen])
-    point = random_bits(ask.seed, len(response)) / 2.0**64
     outside = max(begin - point, point - end, 0.0)
     return outside if weights[chosen] else max(outside, 1.0)
 

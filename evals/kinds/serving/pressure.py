@@ -5,6 +5,8 @@ requests whose prompts share beginnings that end inside a block and at the end o
 expects all to be short, admits too many and must preempt. All are asked twice, so the second time their prompts lie in
 blocks. Each kind of settings is a tenant, so that all of them run at once. Where an engine takes two steps at once, the
 greedy ones are then asked alone: only among such requests does a step begin before the tokens of the last are known.
+At last come conversations: prompts that go on behind an earlier prompt and its answer, whose blocks were written token
+by token, or by drafts of which some were rejected.
 
 Then each token of each answer is compared with what must follow by the logits of a prefill in one piece of the same
 engine (:mod:`evals.kinds.serving.expected`), which knows nothing of blocks, batches and requests.
@@ -15,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from engines.protocol import EngineCapabilities, FloatArray
 from engines.sequences import Sequences
 from evals.answers import Answer, Answerer, Ask
-from evals.kinds.serving import AHEAD, CHOICES, GREEDY, PRESSED, Pressed, Pressure, ServingSettings
+from evals.kinds.serving import AHEAD, CHOICES, GREEDY, PRESSED, TURNS, Pressed, Pressure, ServingSettings
 from evals.kinds.serving.expected import passed_over, score_error
 from evals.kinds.serving.served_log import Streams
 from tapeout.progress import ProgressBar
@@ -37,6 +40,9 @@ DRAW_TOLERANCE = 0.05  # in probability
 # What these requests keep from token to token must outlast a preemption, so they rank last and are preempted first.
 STATEFUL = ("penalties", "draws", "least_length", CHOICES)
 STOPPING = ("greedy", "least_length", CHOICES)
+LIKELY = 10.0  # bias of tokens that are to come
+TALKS = 8  # conversations of two turns
+TURN_TOKENS = 4  # of the answer of a second turn
 TEXTS = ("yes, of course", "no, never", "it depends on the day")
 
 MakeAnswerer = Callable[..., Answerer]
@@ -70,7 +76,12 @@ def under_pressure(
         answers = core.answer([ask for _, ask in alone], progress="greedy answers alone")
         found |= {number: [answer] for number, answer in enumerate(answers, len(asks))}
         asks += alone
-    results: dict[str, list[tuple[Answer, int, float]]] = {name: [] for name in (*PRESSED, AHEAD)}
+    shares = is_shared(has)
+    if shares:
+        for ask, answer in _talks(has, core, streams):
+            found[len(asks)] = [answer]
+            asks.append((TURNS, ask))
+    results: dict[str, list[tuple[Answer, int, float]]] = {name: [] for name in (*PRESSED, TURNS, AHEAD)}
     for number, (name, ask) in enumerate(ProgressBar(asks, title="comparing answers", unit="request")):
         compared: dict[Answer, tuple[int, float]] = {}
         for answer in found[number]:  # mostly it is answered the same both times
@@ -79,7 +90,6 @@ def under_pressure(
                 compared[bare] = compare(ask, bare, partial(_logits, candidate, ask.prompt), decode)
             results[name].append((answer, *compared[bare]))
     answers = tuple(_pressed(name, rows) for name, rows in results.items() if rows)
-    shares = is_shared(has)
     return Pressure(
         shares=shares,
         scarce=shares and has.blocks > 0,
@@ -88,6 +98,47 @@ def under_pressure(
         steps_ahead=core.steps_ahead,
         answers=answers,
     )
+
+
+def _talks(has: EngineCapabilities, core: Answerer, streams: Streams) -> list[tuple[Ask, Answer]]:
+    """Requests of two turns, and their answers. The first ones end before, at and behind the end of a block.
+
+    One token comes between the turns, and log-probabilities are compared: a single wrong position changes few tokens.
+    """
+    size, new_tokens = has.block_tokens, min(ANSWER_TOKENS, has.max_tokens // 3)
+    asks: list[Ask] = []
+    for number in range(TALKS):
+        # Of the whole first turn; its last token is never fed.
+        whole = -(-(size + new_tokens) // size) * size + (0, 1, -1)[number % 3]
+        prompt = streams.next(max(2 * REPEATED, min(whole, has.max_tokens) - new_tokens)).tokens
+        if drafted := number % 2:
+            prompt[-2 * REPEATED : -REPEATED] = prompt[-REPEATED:]
+        ask = Ask(tuple(prompt), new_tokens, seed=number, tenant=TURNS)
+        asks.append(_drafted(ask, 1 + number // 2 % 3, has.vocab_size) if drafted else ask)
+    first = core.answer(asks, progress="first turns")
+    longest = has.max_tokens - TURN_TOKENS
+    prompts = [
+        (*ask.prompt, *answer.tokens, *streams.next(1).tokens)[:longest]
+        for ask, answer in zip(asks, first, strict=True)
+    ]
+    more = [Ask(prompt, TURN_TOKENS, tenant=TURNS, logprobs=min(5, has.vocab_size)) for prompt in prompts]
+    second = core.answer(more, progress="second turns")
+    return list(zip(asks + more, first + second, strict=True))
+
+
+def _drafted(ask: Ask, turn: int, vocabulary: int) -> Ask:
+    """With settings under which the end of the prompt, which repeats, comes again, and drafts of it hold."""
+    first, *others = dict.fromkeys(ask.prompt[-REPEATED:])
+    likely = {first: LIKELY, **dict.fromkeys(others, LIKELY)}
+    # Mostly the first of them comes, so that many drafts hold, and some do not.
+    drawn = {"logit_bias": likely | {first: LIKELY + 2}, "temperature": 2.0, "top_k": REPEATED}
+    settings: list[dict[str, Any]] = [
+        {"logit_bias": likely},
+        drawn,
+        {"logit_bias": likely | {first: 2 * LIKELY}, "presence_penalty": 1.0, "frequency_penalty": 2.0},
+        drawn | {"logprobs": min(5, vocabulary)},
+    ]
+    return replace(ask, **settings[turn % len(settings)])
 
 
 def pressing_asks(
@@ -112,33 +163,43 @@ def pressing_asks(
         if name == "drafts":
             tail = (tail[:REPEATED] * len(tail))[: len(tail)]
         prompt = tuple((prefix + tail)[:longest])
-        asks.append((name, _ask(name, prompt, number, new_tokens, stops, has.vocab_size)))
+        # The others do not stop, so that they do outgrow the blocks that are expected, whatever the model would say.
+        own_stops = stops if name in STOPPING else frozenset[int]()
+        ask = Ask(prompt, new_tokens, own_stops, seed=number, tenant=name, priority=int(name in STATEFUL))
+        asks.append((name, _with_settings(name, ask, turn, has.vocab_size)))
     return asks
 
 
-def _ask(name: str, prompt: tuple[int, ...], seed: int, tokens: int, stops: frozenset[int], vocabulary: int) -> Ask:
-    # The others do not stop, so that they do outgrow the blocks that are expected, whatever the model would say.
-    own_stops = stops if name in STOPPING else frozenset[int]()
-    ask = Ask(prompt, tokens, own_stops, seed=seed, tenant=name, priority=int(name in STATEFUL))
+def _with_settings(name: str, ask: Ask, turn: int, vocabulary: int) -> Ask:
+    """``turn``: how many requests of this kind came before."""
+    seed, tokens = ask.seed, ask.max_new_tokens
     match name:
-        case "penalties":
-            likely = dict.fromkeys(prompt[-REPEATED:], 10.0)  # so that tokens come again, and penalties change much
+        case "penalties":  # tokens come again, so that penalties change much
+            likely = dict.fromkeys(ask.prompt[-REPEATED:], LIKELY)
             return replace(ask, presence_penalty=0.6, frequency_penalty=0.9, repetition_penalty=1.3, logit_bias=likely)
         case "logit_bias":
             named = [(seed * 7919 + 13 * one) % vocabulary for one in range(6)]
             return replace(ask, logit_bias={token: 4.0 * (-1.0) ** at for at, token in enumerate(named)})
         case "draws":
-            return replace(ask, temperature=0.8, top_k=20 if seed % 2 else 0, presence_penalty=0.5)
-        case "least_length":
-            return replace(ask, min_new_tokens=max(1, tokens - 2))
+            filters: list[dict[str, Any]] = [
+                {"top_k": 20},
+                {"top_p": 0.6},
+                {"min_p": 0.2},
+                {},
+                {"top_k": 40, "top_p": 0.9, "min_p": 0.05},
+            ]
+            return replace(ask, temperature=0.8, presence_penalty=0.5, **filters[turn % len(filters)])
+        case "least_length":  # it would stop at once
+            stopping = dict.fromkeys(ask.stop_tokens, 4 * LIKELY)
+            return replace(ask, min_new_tokens=max(1, tokens - 2), logit_bias=stopping)
         case "logprobs":
             return replace(ask, logprobs=min(5, vocabulary))
         case "leaves":
             return replace(ask, leaves_after=max(1, tokens // 2))
         case "choices":
             return replace(ask, choices=TEXTS)
-        case "drafts":  # of what the prompt repeats, and the answer, too
-            return replace(ask, logit_bias=dict.fromkeys(prompt[-REPEATED:], 10.0))
+        case "drafts":
+            return _drafted(ask, turn, vocabulary)
         case _:
             return ask
 
@@ -180,7 +241,7 @@ def compare(
     tolerance = DRAW_TOLERANCE if ask.temperature else TOLERANCE
     wrong = {at for at, gap in enumerate(gaps) if not gap <= tolerance}
     if ask.logprobs is not None:
-        if [score.token for score in answer.scores] != list(answer.tokens):
+        if [(score.token, len(score.top)) for score in answer.scores] != [(one, ask.logprobs) for one in answer.tokens]:
             return len(answer.tokens), max(gaps)
         errors = [score_error(score, row) for score, row in zip(answer.scores, logits, strict=True)]
         wrong |= {at for at, error in enumerate(errors) if not error <= TOLERANCE}
