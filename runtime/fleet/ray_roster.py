@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
-from runtime.fleet.ray_cluster import NAMESPACE, import_ray
+from runtime.fleet.ray_cluster import NAMESPACE, FleetError, import_ray
 from runtime.fleet.roster import Orders, Place, Roster
 from runtime.gateway.fleet.scaling import EngineReport, PoolScaling
 from runtime.wire.messages import Pool
@@ -47,11 +47,21 @@ class RosterActor:
 
 
 def start_roster(name: str, settings: Mapping[Pool, PoolScaling]) -> Any:
-    """It outlives the command that starts it, and is started again where its machine dies."""
+    """It outlives the command that starts it, and is started again where its machine dies.
+
+    :class:`FleetError` where there is one: of two commands that start a fleet at the same time, one gets on.
+    """
     ray = import_ray()
     options = {"name": _name(name), "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
-    actor = ray.remote(RosterActor).options(**options, max_restarts=-1, max_task_retries=-1, get_if_exists=True)
-    return actor.remote(settings)
+    actor = ray.remote(RosterActor).options(**options, max_restarts=-1, max_task_retries=-1)
+    try:
+        return actor.remote(settings)
+    except ValueError as error:
+        raise FleetError(
+            f"another command starts the fleet {name}, or was ended while it did",
+            expected="one command at a time",
+            remedy="wait for it; or `tapeout fleet down FILE` removes what it has left",
+        ) from error
 
 
 def find_roster(name: str) -> Any | None:

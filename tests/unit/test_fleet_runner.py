@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from runtime.fleet import runner as module
-from runtime.fleet.ray_cluster import TOKEN_PATH, FleetError, LocalRay
+from runtime.fleet.ray_cluster import MARK, TOKEN_PATH, FleetError, LocalRay
 from runtime.fleet.runner import EngineRunner
 from runtime.gateway.fleet.scaling import EngineReport
 from runtime.wire.messages import EngineLoad, EngineStats
@@ -239,8 +239,8 @@ def test_a_folder_in_tmp_that_is_not_ours_alone_is_refused(
 def test_a_fleet_of_this_machine_ends_its_processes_and_no_other() -> None:
     ray = LocalRay(f"unit-{os.getpid()}")
     sleeping = [sys.executable, "-c", "import time; time.sleep(300)"]
-    ours = subprocess.Popen(sleeping, env={**os.environ, TOKEN_PATH: str(ray.folder / "token")})
-    other = subprocess.Popen(sleeping, env={**os.environ, TOKEN_PATH: "/tmp/other/token"})
+    ours = subprocess.Popen(sleeping, env={**os.environ, MARK: str(ray.folder)})
+    other = subprocess.Popen(sleeping, env={**os.environ, TOKEN_PATH: str(ray.folder / "token")})
     try:
         wait_for(lambda: [one.pid for one in ray.processes()] == [ours.pid])
         ray.stop()
@@ -248,6 +248,33 @@ def test_a_fleet_of_this_machine_ends_its_processes_and_no_other() -> None:
     finally:
         other.kill()
         other.communicate()
+
+
+HOLDING = """
+import sys, time
+from runtime.fleet.ray_cluster import LocalRay
+with LocalRay(sys.argv[1]).held():
+    print("held", flush=True)
+    time.sleep(300)
+"""
+
+
+def test_two_commands_do_not_start_one_fleet_at_the_same_time() -> None:
+    """Planted: the second start takes the token of the first one, and ends its processes when it fails."""
+    ray = LocalRay(f"unit-{os.getpid()}")
+    command = [sys.executable, "-c", HOLDING, f"unit-{os.getpid()}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "held\n"
+            with pytest.raises(FleetError, match=f"process {other.pid} is starting or ending this fleet"), ray.held():
+                pass
+        finally:
+            other.kill()
+    with ray.held(), pytest.raises(FleetError, match="starting or ending"), ray.held():
+        pass
+    with ray.held():  # whoever was killed holds nothing
+        pass
+    assert not ray.folder.with_name(f"{ray.folder.name}.lock").exists()
 
 
 def test_a_ray_of_this_machine_takes_no_state_of_another_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
