@@ -32,9 +32,9 @@ def ask(plan: FleetPlan, question: str, *arguments: Any, seconds: float | None =
         *(sys.executable, "-m", "runtime.fleet.guard", str(os.getpid())),
         *(sys.executable, "-m", "runtime.fleet.asked", plan.model_dump_json(), question, json.dumps(arguments)),
     ]
-    try:
+    try:  # its standard error is read, too: Ray writes there what it tries again
         found = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise SilentRayError(
@@ -45,7 +45,8 @@ def ask(plan: FleetPlan, question: str, *arguments: Any, seconds: float | None =
     try:
         answer = json.loads(found.stdout)
     except ValueError as error:
-        raise FleetError(f"the process that asks Ray has ended with {found.returncode}") from error
+        said = one_line(FleetError(found.stderr[-500:]))
+        raise FleetError(f"the process that asks Ray has ended with {found.returncode}: {said}") from error
     if "failure" in answer:
         raise Failure(*answer["failure"]).error()
     return answer["found"]
