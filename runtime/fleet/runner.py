@@ -247,7 +247,7 @@ class EngineRunner(Runner):
     def report(self) -> EngineReport | None:
         if self._connection is None or not self._connection.serves:
             return None
-        return EngineReport(self._load, self._connection.stats, self.opening_seconds)
+        return EngineReport(self._load, self._connection.stats, self._connection.info.cold_seconds)
 
     async def idle(self, least_seconds: float) -> None:
         """Until its requests have ended and other engines have the blocks of those that went there, or until they had

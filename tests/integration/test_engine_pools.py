@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from runtime.gateway.engines.remote import RemoteEngine
 from runtime.gateway.fleet import moves, retries
 from runtime.gateway.fleet.client import FleetClient
 from runtime.gateway.fleet.discovery import FromFile
-from runtime.gateway.fleet.scaling import FleetScaler, ScalingSettings
+from runtime.gateway.fleet.scaling import EngineReport, FleetScaler, ScalingSettings
 from runtime.wire.limits import Limits
 from runtime.wire.messages import GenerateRequest, Pool, Reopen
 from tests.answering import KINDS, Whole, whole
@@ -335,6 +335,34 @@ def test_engines_of_other_pools_than_those_that_are_scaled_count(
     finally:
         for engine in engines:
             engine.close()
+
+
+def test_how_long_engines_took_to_open_counts_where_a_gateway_says_how_many(tmp_path: Path) -> None:
+    """It starts none itself. Planted: the file's `cold_seconds`, whatever the engines have measured."""
+    engine = ListeningEngine(tmp_path, replace(SLOW, cold_seconds=77.0))
+    scaler = FleetScaler(ScalingSettings())
+    seen = list[float]()
+
+    def look(reports: Mapping[str, EngineReport], now: float) -> int:
+        seen.extend(report.cold_seconds for report in reports.values())
+        return 1
+
+    scaler.look = look  # type: ignore[method-assign]
+
+    async def test() -> None:
+        listed = write_list(tmp_path, [engine.address])
+        client = FleetClient(FromFile(listed), tmp_path / "cache", scalers={"mixed": scaler})
+        try:
+            await client.open()
+            await until(lambda: bool(client.replicas_wanted and seen))
+        finally:
+            await client.close()
+
+    try:
+        run(test())
+    finally:
+        engine.close()
+    assert set(seen) == {77.0}
 
 
 def test_a_hand_over_waits_for_an_engine(tmp_path: Path) -> None:
