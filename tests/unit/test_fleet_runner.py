@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from itertools import count
@@ -18,7 +19,7 @@ import pytest
 
 from runtime.fleet import runner as module
 from runtime.fleet.ray_cluster import MARK, TOKEN_PATH, FleetError, LocalRay
-from runtime.fleet.runner import EngineRunner
+from runtime.fleet.runner import EngineRunner, GatewayRunner
 from runtime.gateway.fleet.scaling import EngineReport
 from runtime.wire.messages import EngineLoad, EngineStats
 from tapeout.errors import TapeoutError
@@ -248,6 +249,29 @@ def test_a_fleet_of_this_machine_ends_its_processes_and_no_other() -> None:
     finally:
         other.kill()
         other.communicate()
+
+
+def test_each_gateway_of_a_machine_has_a_journal_of_its_own(tmp_path: Path) -> None:
+    """A journal is of one server. Planted: the second gateway ends, as the first one has it."""
+    options = ("--usage-journal", "/srv/journal-{port}", "--usage-database=sqlite:////srv/{port}.db")
+    gateways = [GatewayRunner(tmp_path / "f", "127.0.0.1", 1, 2, options, drain_seconds=1) for _ in range(2)]
+    for number, gateway in enumerate(gateways):
+        gateway.port = 8000 + number
+    assert [gateway.own_options for gateway in gateways] == [
+        ["--usage-journal", f"/srv/journal-{port}", f"--usage-database=sqlite:////srv/{port}.db"]
+        for port in (8000, 8001)
+    ]
+
+
+def test_ports_that_are_taken_are_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        gateway = GatewayRunner(tmp_path / "f", "127.0.0.1", port, 1, (), drain_seconds=1)
+        with pytest.raises(TapeoutError, match=rf"no free port for a gateway at 127\.0\.0\.1: {port} are taken"):
+            asyncio.run(gateway.start())
+    last = GatewayRunner(tmp_path / "f", "192.0.2.99", 65535, 2, (), drain_seconds=1)
+    with pytest.raises(TapeoutError, match=r": 65535 are taken, or 192\.0\.2\.99 is no address of this machine"):
+        asyncio.run(last.start())
 
 
 HOLDING = """
