@@ -45,8 +45,8 @@ def ask(plan: FleetPlan, question: str, *arguments: Any, seconds: float | None =
     try:
         answer = json.loads(found.stdout)
     except ValueError as error:
-        said = one_line(FleetError(found.stderr[-500:]))
-        raise FleetError(f"the process that asks Ray has ended with {found.returncode}: {said}") from error
+        last = one_line(FleetError(found.stderr[-500:]))
+        raise FleetError(f"the process that asks Ray has ended with {found.returncode}: {last}") from error
     if "failure" in answer:
         raise Failure(*answer["failure"]).error()
     return answer["found"]
@@ -62,8 +62,8 @@ def main() -> None:
     except TapeoutError as error:
         answer = {"failure": Failure.of(error)}
     except Exception as error:  # of any kind: Ray has many
-        said = FleetError(f"Ray does not answer: {type(error).__name__}: {one_line(error)}")
-        answer = {"failure": Failure.of(said)}
+        failure = FleetError(f"Ray does not answer: {type(error).__name__}: {one_line(error)}")
+        answer = {"failure": Failure.of(failure)}
     print(json.dumps(answer))
 
 
