@@ -68,6 +68,7 @@ class Faulty:
     crash: int = CRASH
     folder: str = ""  # with text files
     level: str = ""  # that it says it runs at
+    cold_seconds: float = 0.0  # that it says it took to open
 
     def __str__(self) -> str:
         """In place of a folder."""
@@ -93,6 +94,7 @@ def open_faulty(folder: Path, _: EngineSettings) -> Opened:
         files={path.name: sha256_file(path) for path in Path(bundle.folder).iterdir()} if bundle.folder else {},
         level=bundle.level,
         moves_blocks=True,
+        cold_seconds=bundle.cold_seconds,
     )
     return Opened(engine, info, folder=Path(bundle.folder))
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 
 from pipeline.cli.serve import approved_bundle, engine_limits, engine_settings
 from pipeline.cli.serve_options import ApprovalOptions, EngineOptions
@@ -20,6 +23,7 @@ from runtime.wire.messages import Pool, Reopen
 from runtime.wire.start import EngineSettings, Start
 from tapeout.errors import TapeoutError, one_line
 
+STARTED = 19  # of the numbers behind the name in /proc/PID/stat: when the process was started, see proc(5)
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 log = logging.getLogger("tapeout.engine")
@@ -54,23 +58,41 @@ def run(
     if not place.path:
         place = Address(*listener.getsockname()[:2])
 
+    starting = seconds_of_process()
+    checking = 0.0
+
     def start(source: str) -> Start:
+        nonlocal checking
+        begun = monotonic()
         folder, approved = approved_bundle(source, required)
         known = str(folder.absolute()) if approved.version is None else approved.version
         limits = engine_limits(opening, approved, source, unsafe=required.unsafe)
+        checking = monotonic() - begun
         log.info("opening %s for servers that connect to %s", folder, place)
         return Start(str(folder), replace(settings, level=approved.level, source=known), limits)
 
     with nullcontext() if register is None else Announcement(register, str(reached or place)) as announcement:
 
         def opener(bundle: Path, settings: EngineSettings) -> Opened:
+            begun = monotonic()
             opened = open_bundle(bundle, settings)
+            seconds = starting + checking + monotonic() - begun
+            opened = opened._replace(info=replace(opened.info, cold_seconds=seconds))
             if announcement is not None:
                 announcement.begin()
-            log.info("the engine is open at %s", place)
+            log.info("the engine is open at %s; a new process takes %.1f seconds", place, seconds)
             return opened
 
         serve(start(source), start, partial(worker.listen, listener=listener, key=key, opener=opener))
+
+
+def seconds_of_process() -> float:
+    """Since this process was started; 0 where the system does not say."""
+    found = Path("/proc/self/stat")
+    if not found.exists():
+        return 0.0
+    ticks = int(found.read_text().rpartition(")")[2].split()[STARTED])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def serve(first: Start, start: Callable[[str], Start], listen: Callable[..., Reopen | None]) -> None:

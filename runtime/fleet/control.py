@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
-from runtime.fleet.ray_cluster import FleetError, LocalRay, connect, import_ray, import_serve, join, require_reachable
-from runtime.fleet.ray_roster import find_roster, start_roster
+from runtime.fleet.asked import ask
+from runtime.fleet.deployed import DeployedFleet, connected, quiet_serve
+from runtime.fleet.ray_cluster import FleetError, LocalRay, import_ray, join, require_reachable
+from runtime.fleet.ray_roster import start_roster
 from runtime.fleet.released import forget_release, with_plan_beside
 from runtime.fleet.replicas import application, resolved
 from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan import LOCAL, FleetPlan
 from runtime.wire.address import read_key
 from runtime.wire.messages import Pool
-from tapeout.errors import one_line
+from tapeout.errors import TapeoutError, one_line
 
-ASK_SECONDS = 20.0  # that the roster has to answer
+END_SECONDS = 90.0  # that the processes of a fleet have to end beyond the time of its requests
 
 log = logging.getLogger(__name__)
 
@@ -71,26 +71,6 @@ def require_room(file: FleetFile, plan: FleetPlan, cpus: float) -> None:
         )
 
 
-def _quiet_serve() -> Any:
-    """Ray Serve, without its own lines between ours."""
-    serve = import_serve()
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    return serve
-
-
-@contextmanager
-def _connected() -> Generator[None]:
-    """Ray prints on the standard output what goes wrong in the cluster, at any time: it goes to the standard error, and
-    Ray is left before a result is printed.
-    """
-    with redirect_stdout(sys.stderr):
-        try:
-            yield
-        finally:
-            if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
-                ray.shutdown()
-
-
 class RayFleet:
     """``path``: of its file."""
 
@@ -99,8 +79,8 @@ class RayFleet:
         self._local: LocalRay | None = None
         if self._plan.ray == LOCAL:
             self._local, self._file = LocalRay(self._plan.name), with_plan_beside(self._file, path)
+        self._deployed = DeployedFleet(self._plan)
 
-    @_connected()
     def up(self, source: Callable[[str], str]) -> dict[str, Any]:
         """Its status, once the engines and gateways are open. :class:`FleetError` says why one is not.
 
@@ -111,31 +91,29 @@ class RayFleet:
             self._local.use()
         import_ray()
         require_startable(self._file, self._plan, here=self._local is not None)
-        address = self._plan.ray
-        if self._local is None:
-            require_reachable(address)
-        else:
-            self._require_down()
-            self._local.make_folder()
-        try:
-            if self._local is not None:
-                log.info("starting Ray on this machine")
-                address = self._local.start()
-            join(address)
-            self._deploy(address, source)
-            return self._status()
-        except _IsUpError:
-            raise
-        except BaseException:
-            self._remove()
-            raise
+        with self._held(), connected():
+            address = self._plan.ray
+            if self._local is None:
+                require_reachable(address)
+            else:
+                self._require_down()
+                self._local.make_folder()
+            try:
+                if self._local is not None:
+                    log.info("starting Ray on this machine")
+                    address = self._local.start()
+                join(address)
+                self._deploy(address, source)
+                return self._deployed.status()
+            except _IsUpError:
+                raise
+            except BaseException:
+                self._remove_started()
+                raise
 
-    @_connected()
     def status(self) -> dict[str, Any]:
-        connect(self._plan)
-        return self._status()
+        return ask(self._plan, "status")
 
-    @_connected()
     def scale(self, engines: int | None, pool: str | None = None) -> dict[str, Any]:
         """``engines`` None: as the reports say. ``pool``: of the engines, where the file has `pools`."""
         pools = self._file.started
@@ -150,53 +128,52 @@ class RayFleet:
         if engines is not None and not 1 <= engines <= settings.most:
             where = f"`pools.{wanted}`" if self._file.pools else "`scaling`"
             raise FleetError(f"{engines} engines", expected=f"1 to {settings.most}, as {where} in the file says")
-        connect(self._plan)
-        self._ask("fix", wanted, engines)
-        return self._status()
+        return ask(self._plan, "scale", wanted, engines)
 
-    @_connected()
     def drain(self, address: str) -> dict[str, Any]:
-        connect(self._plan)
-        if not self._ask("drain", address):
-            here = ", ".join(engine["address"] for engine in self._ask("status")["engines"])
-            raise FleetError(f"no engine at {address}", expected=f"one of {here}")
-        return self._status()
+        return ask(self._plan, "drain", address)
 
-    @_connected()
     def down(self) -> dict[str, Any]:
         """Requests have their time to end, where Ray still answers."""
-        try:
-            connect(self._plan)
-        except FleetError:
+        with self._held():
+            log.info("ending %s: its requests have up to %g seconds", self._plan.name, self._plan.drain_seconds)
+            seconds = self._plan.drain_seconds + END_SECONDS
             if self._local is None:
-                raise
-        log.info("ending %s: its requests have up to %g seconds", self._plan.name, self._plan.drain_seconds)
-        self._remove()
+                ask(self._plan, "remove", seconds=seconds)
+            else:
+                if self._local.address is not None:
+                    try:
+                        ask(self._plan, "remove", seconds=seconds)
+                    except TapeoutError as error:
+                        log.warning("its processes are ended without Ray: %s", one_line(error))
+                self._local.stop()
         return {"name": self._plan.name, "up": False}
 
-    def _remove(self) -> None:
-        """From the cluster, where this process is connected to it; and a Ray of the fleet's own."""
-        ray = import_ray()
-        if ray.is_initialized():
-            if self._plan.name in _quiet_serve().status().applications:
-                _quiet_serve().delete(self._plan.name)
-            if (roster := find_roster(self._plan.name)) is not None:
-                ray.kill(roster)
-            ray.shutdown()
+    def _held(self) -> AbstractContextManager[None]:
+        """Of two commands that start or end a fleet of this machine, one is refused. A cluster's roster tells the
+        first of two starts.
+        """
+        return nullcontext() if self._local is None else self._local.held()
+
+    def _remove_started(self) -> None:
+        """What a start that has failed has left."""
         if self._local is not None:
+            import_ray().shutdown()
             self._local.stop()
+        elif import_ray().is_initialized():
+            self._deployed.remove()
 
     def _require_down(self) -> None:
         """What a fleet of this machine has left that is dead, such as by a restart, is removed."""
         assert self._local is not None, "a cluster knows what is up"
-        if (address := self._local.address) is None:
-            return
-        try:
-            require_reachable(address)
-        except FleetError:
-            self._local.stop()
-        else:
-            raise self._is_up(address)
+        if (address := self._local.address) is not None:
+            try:
+                require_reachable(address)
+            except FleetError:
+                pass
+            else:
+                raise self._is_up(address)
+        self._local.stop()
 
     def _is_up(self, address: str) -> _IsUpError:
         return _IsUpError(
@@ -204,50 +181,22 @@ class RayFleet:
         )
 
     def _deploy(self, address: str, source: Callable[[str], str]) -> None:
-        serve = _quiet_serve()
-        if self._plan.name in serve.status().applications:
+        serve = quiet_serve()
+        if self._deployed.is_there:
             raise self._is_up(address)
         if self._local is not None:
             require_room(self._file, self._plan, import_ray().cluster_resources().get("CPU", 0.0))
         forget_release(self._file, source)
-        start_roster(self._plan.name, self._file.started)
+        try:
+            start_roster(self._plan.name, self._file.started)
+        except FleetError as error:
+            raise _IsUpError(error.found, expected=error.expected, remedy=error.remedy) from error
         serve.start(http_options={"location": "Disabled"})
         file = resolved(self._file, address)
         log.info("starting engines and gateways of %s", self._plan.name)
         try:
             serve.run(application(file), name=self._plan.name, route_prefix=None)
         except RuntimeError as error:
-            why = self._ask("status")["problem"] or one_line(error, 4000)
+            why = self._deployed.ask("status")["problem"] or one_line(error, 4000)
             raise FleetError(f"the fleet {self._plan.name} does not start: {why}") from error
-        self._wait()
-
-    def _wait(self) -> None:
-        """Until every gateway has told the roster where it is."""
-        end = monotonic() + ASK_SECONDS
-        while len(self._ask("status")["gateways"]) < self._plan.gateways.count and monotonic() < end:
-            sleep(0.1)
-
-    def _status(self) -> dict[str, Any]:
-        applications = _quiet_serve().status().applications
-        if self._plan.name not in applications:
-            raise FleetError(f"the fleet {self._plan.name} is not up", remedy="`tapeout fleet up FILE`")
-        application = applications[self._plan.name]
-        messages = [application.message, *(deployment.message for deployment in application.deployments.values())]
-        message = " ".join(filter(None, messages))
-        return {
-            "name": self._plan.name,
-            "ray": self._local.address if self._local is not None else self._plan.ray,
-            "state": application.status.value,
-            "message": one_line(FleetError(message), 2000) if message else "",
-            **self._ask("status"),
-        }
-
-    def _ask(self, question: str, *arguments: Any) -> Any:
-        ray = import_ray()
-        roster = find_roster(self._plan.name)
-        if roster is None:
-            raise FleetError(f"the fleet {self._plan.name} has no roster", remedy="`tapeout fleet down`, then `up`")
-        try:
-            return ray.get(getattr(roster, question).remote(*arguments), timeout=ASK_SECONDS)
-        except ray.exceptions.RayError as error:
-            raise FleetError(f"the roster of {self._plan.name} does not answer: {one_line(error)}") from error
+        self._deployed.wait_for_gateways()

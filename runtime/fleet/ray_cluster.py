@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
@@ -11,7 +12,8 @@ import socket
 import stat
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -24,6 +26,7 @@ from tapeout.errors import TapeoutError, one_line
 NAMESPACE = "tapeout"
 LOOPBACK = "127.0.0.1"
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+MARK = "TAPEOUT_RAY_FOLDER"  # in the environment of what a Ray of a fleet's own has started
 START_SECONDS = 180.0
 CONNECT_SECONDS = 3.0
 END_SECONDS = 10.0  # that processes have to end
@@ -56,8 +59,8 @@ class LocalRay:
     """A Ray of one fleet on this machine. Its folder has its address and a token, without which nobody can use it.
 
     Its engines listen on this machine alone; Ray itself listens on all addresses, whatever it is told: hence the token.
-    All its processes, and those that they start, have the path of the token in their environment. So they are found
-    again, also when Ray itself is dead.
+    All its processes, and those that they start, have the folder in their environment (:data:`MARK`). So they are found
+    again, also when Ray itself is dead. The path of the token would not do: a shell for `ray status` has it, too.
     """
 
     def __init__(self, name: str) -> None:
@@ -82,6 +85,46 @@ class LocalRay:
             os.environ.pop(name, None)
         os.environ |= {"RAY_AUTH_MODE": "token", TOKEN_PATH: str(self._token)}
 
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """:class:`FleetError` where another command starts or ends it. Gone with this process, however it ends."""
+        path = self.folder.with_name(f"{self.folder.name}.lock")
+        descriptor = self._lock(path)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, str(os.getpid()).encode())
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def _lock(self, path: Path) -> int:
+        while True:
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise FleetError(
+                    f"{path} cannot be used: {error.strerror}",
+                    expected="a file of yours, or none",
+                    remedy="find out who has put it there, and remove it",
+                ) from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.read(descriptor, 20).decode(errors="replace") or "another one"
+                os.close(descriptor)
+                raise FleetError(
+                    f"process {holder} is starting or ending this fleet right now",
+                    expected="one command at a time",
+                    remedy=f"wait for it, or end it (`kill {holder}`): it takes down what it has started",
+                ) from error
+            try:
+                if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                    return descriptor
+            except FileNotFoundError:
+                pass
+            os.close(descriptor)  # whoever held it has removed it meanwhile
+
     def make_folder(self) -> None:
         """:class:`FleetError` where it is somebody else's."""
         with suppress(FileExistsError):
@@ -99,8 +142,15 @@ class LocalRay:
             *("--include-dashboard=false", "--disable-usage-stats"),
         ]
         self.use()
+        marked = {**os.environ, MARK: str(self.folder)}
         found = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=START_SECONDS, cwd="/"
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+            cwd="/",
+            env=marked,
         )
         if found.returncode:
             self.stop()
@@ -149,7 +199,7 @@ class LocalRay:
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
-            return process.pid != os.getpid() and process.environ().get(TOKEN_PATH) == str(self._token)
+            return process.pid != os.getpid() and process.environ().get(MARK) == str(self.folder)
         except psutil.Error:
             return False
 

@@ -80,7 +80,10 @@ def main() -> None:
     while True:
         roster = roster or find_roster(plan.name)
         if roster is not None:
-            addresses = ray.get(roster.addresses.remote(), timeout=OLD_SECONDS)
+            try:
+                addresses = ray.get(roster.addresses.remote(), timeout=OLD_SECONDS)
+            except ray.exceptions.RayError as error:
+                sys.exit(f"the roster of {plan.name} does not answer: {one_line(error)}")
             if addresses is not None:
                 print(json.dumps(addresses), file=told, flush=True)
         sleep(ASK_SECONDS)

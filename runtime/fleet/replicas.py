@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import yaml
 
 from runtime.fleet.ray_cluster import LOOPBACK, import_ray, import_serve
-from runtime.fleet.ray_roster import find_roster
+from runtime.fleet.ray_roster import RosterLink
 from runtime.fleet.released import RENEW_SECONDS, released
-from runtime.fleet.roster import LOST_SECONDS, Orders, Place
+from runtime.fleet.roster import Orders, Place
 from runtime.fleet.runner import EngineRunner, GatewayRunner, Runner
 from runtime.gateway.fleet.discovery import FleetFile
 from runtime.gateway.fleet.plan import EnginePlan, FleetPlan, GatewayPlan
@@ -47,7 +47,7 @@ class _Replica:
         context = import_serve().get_replica_context()
         self._id: str = context.replica_tag
         self._node = _node(self._plan.ray)
-        self._roster: Any = None
+        self._roster = RosterLink(self._plan.name)
         self._reporting: asyncio.Task[None] | None = None
 
     async def _begin(self, runner: Runner) -> None:
@@ -56,8 +56,8 @@ class _Replica:
         try:
             await runner.start()
         except TapeoutError as error:
-            if (roster := find_roster(self._plan.name)) is not None:
-                await roster.failed.remote(str(error))
+            with suppress(Exception):  # of any kind: Ray has many
+                await self._roster.tell("failed", str(error))
             raise
         self._reporting = asyncio.create_task(self._report_forever())
 
@@ -80,25 +80,22 @@ class _Replica:
 
     async def _report_forever(self) -> None:
         """The roster may be away: it is told when it is back."""
+        why = ""
         while True:
             try:
-                self._roster = self._roster or find_roster(self._plan.name)
-                if self._roster is not None:
-                    async with asyncio.timeout(LOST_SECONDS):
-                        await self._report()
-            except Exception as error:  # of any kind: Ray has many, and the process goes on without the roster
-                log.warning("the roster of the fleet does not answer: %s", one_line(error) or type(error).__name__)
-                self._roster = None
+                await self._report()
+                why = ""
+            except Exception as error:  # as above; the process goes on without the roster
+                if why != (why := one_line(error)):
+                    log.warning("the roster of the fleet does not answer: %s", why)
             await asyncio.sleep(REPORT_SECONDS)
 
     async def _report(self) -> None:
         raise NotImplementedError
 
     async def _leave(self) -> None:
-        if self._roster is not None:
-            with suppress(Exception):  # as above
-                async with asyncio.timeout(LOST_SECONDS):
-                    await self._roster.leave.remote(self._id)
+        with suppress(Exception):  # as above
+            await self._roster.tell("leave", self._id)
 
 
 class EngineReplica(_Replica):
@@ -114,6 +111,7 @@ class EngineReplica(_Replica):
         self._wanted: float | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._left_out = False  # by a release
+        self._renewed = False  # and the roster does not know yet
         await self._begin(self._engine)
         self._looking = asyncio.create_task(self._look_forever())
 
@@ -122,17 +120,19 @@ class EngineReplica(_Replica):
 
     async def _report(self) -> None:
         engine = self._engine
-        orders: Orders = await self._roster.engine.remote(self._id, engine.pool, self._place, engine.report)
+        if self._renewed:
+            await self._roster.tell("started", self._id)
+            self._renewed = False
+        orders: Orders = await self._roster.tell("engine", self._id, engine.pool, self._place, engine.report)
         self._wanted = float(orders.wanted)
-        if (orders.drain or self._left_out) and (self._renewing is None or self._renewing.done()):
+        told = orders.drain and not self._renewed  # the roster did not know yet
+        if (told or self._left_out) and (self._renewing is None or self._renewing.done()):
             self._renewing = asyncio.create_task(self._renew())
 
     async def _renew(self) -> None:
         await self._engine.idle(UNLIST_SECONDS)
         await self._engine.again()
-        self._left_out = False
-        if (roster := self._roster or find_roster(self._plan.name)) is not None:
-            await roster.started.remote(self._id)
+        self._left_out, self._renewed = False, True
 
     async def _look_forever(self) -> None:
         """Apart from reports: the plan may lie in a database that is away."""
@@ -165,7 +165,7 @@ class GatewayReplica(_Replica):
         await self._begin(runner)
 
     async def _report(self) -> None:
-        await self._roster.gateway.remote(self._id, self._place, self._runner.answers)
+        await self._roster.tell("gateway", self._id, self._place, self._runner.answers)
 
     async def __del__(self) -> None:
         """Serve ends the process before Python would remove the folder."""

@@ -134,7 +134,7 @@ class Roster:
                     "state": state.value,
                     "running": stats.running if stats else 0,
                     "waiting": stats.waiting if stats else 0,
-                    "cold_seconds": seen.report and seen.report.cold_seconds,
+                    "cold_seconds": (seen.report and seen.report.cold_seconds) or None,
                 }
             )
         gateways = [

@@ -81,6 +81,11 @@ class Runner(ABC):
     async def _look(self) -> None:
         """:class:`TapeoutError` where a process that was open does not answer any more."""
 
+    @property
+    def own_options(self) -> Sequence[str]:
+        """Of the process that is started next."""
+        return self._options
+
     async def start(self) -> None:
         """Until it is open. :class:`TapeoutError` with the end of its log if it ends instead."""
         self.port = self.port or _free_port(self._host, self._ports())
@@ -123,7 +128,7 @@ class Runner(ABC):
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "runtime.fleet.guard", str(os.getpid())),
-                *(*COMMAND, *command, *self._options),
+                *(*COMMAND, *command, *self.own_options),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for this process, which ends the others in turn
                 stderr=asyncio.subprocess.PIPE,
@@ -247,7 +252,7 @@ class EngineRunner(Runner):
     def report(self) -> EngineReport | None:
         if self._connection is None or not self._connection.serves:
             return None
-        return EngineReport(self._load, self._connection.stats, self.opening_seconds)
+        return EngineReport(self._load, self._connection.stats, self._connection.info.cold_seconds)
 
     async def idle(self, least_seconds: float) -> None:
         """Until its requests have ended and other engines have the blocks of those that went there, or until they had
@@ -335,12 +340,16 @@ class GatewayRunner(Runner):
         return self._answered_at is not None and monotonic() - self._answered_at < STUCK_SECONDS
 
     def _ports(self) -> Iterable[int]:
-        return range(self._first_port, self._first_port + self._most)
+        return range(self._first_port, min(self._first_port + self._most, 1 << 16))
 
     async def _command(self) -> Sequence[str]:
         drain = str(self._drain_seconds)
         where = ("--host", self._host, "--port", str(self.port))
         return ("gateway", str(self._file), *where, "--drain-seconds", drain)
+
+    @property
+    def own_options(self) -> Sequence[str]:
+        return [option.replace("{port}", str(self.port)) for option in self._options]
 
     async def _connect(self) -> None:
         try:
@@ -372,6 +381,9 @@ def _free_port(host: str, candidates: Iterable[int]) -> int:
             except OSError:
                 continue
             return probe.getsockname()[1]
+    ports = ", ".join(map(str, candidates))
     raise TapeoutError(
-        f"no free port for a gateway at {host}", expected="one of those that the file of the fleet names"
+        f"no free port for a gateway at {host}: {ports} are taken, or {host} is no address of this machine",
+        expected="`up.gateways.port` of the file, and after it one for each other gateway of a machine",
+        remedy="stop what uses them, or name another port",
     )

@@ -111,7 +111,8 @@ class Announcement:
                 self._table.write(self._address)
             except Exception as error:  # of any kind: an engine serves whoever knows it already
                 if not self._failed:
-                    log.error("gateways cannot be told of this engine: %s", one_line(error))
+                    why = one_line(getattr(error, "orig", None) or error)  # the driver's words, without SQLAlchemy's
+                    log.error("gateways cannot be told of this engine: %s", why)
                 self._failed = True
             else:
                 if self._failed:

@@ -161,6 +161,7 @@ class EngineInfo:
     pool: Pool = "mixed"  # what a gateway of several engines gives it
     source: str = ""  # of the bundle: an absolute folder, or models:/NAME/VERSION; empty where that was not said
     mapped_bytes: int = 0  # of weights of experts that are left in their file
+    cold_seconds: Seconds = 0.0  # from the start of a process until it has this bundle open; 0: nobody has measured it
 
 
 class EngineStats(NamedTuple):

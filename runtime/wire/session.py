@@ -26,7 +26,7 @@ from runtime.wire.codec import Hello, Message, Proof, WireError, decode, encode
 from runtime.wire.failures import Failure
 from tapeout.errors import SignatureError
 
-PROTOCOL, VERSION = "tapeout-engine", 7
+PROTOCOL, VERSION = "tapeout-engine", 8
 NONCE_BYTES, MAC_BYTES = 32, 16
 GREETING_BYTES = 4096  # of a frame before the other side is known
 MOST_BYTES = 1 << 28  # of a frame after that

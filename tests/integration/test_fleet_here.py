@@ -17,7 +17,7 @@ from evals.check import Outcome
 from pipeline.cli.release import FleetRelease
 from tests import web
 from tests.command import COMMAND, ROOT
-from tests.fleet_load import RELEASE, Load, answers, build_tiny, by_pool, digests, free_port, lost, ready
+from tests.fleet_load import RELEASE, Load, answers, build_tiny, by_pool, digests, free_port, lost, ready, replicas
 from tests.waiting import wait_for
 
 SCALING = "scaling: {least: 1, most: 2, hold_seconds: 1}"
@@ -85,6 +85,7 @@ def test_engines_follow_the_load_and_one_that_dies_is_started_again(here: Here) 
     wanted: list[Any] = answers(here.url)
     with Load(here.url, wanted, clients=6, pause=0) as load:
         wait_for(lambda: len(ready(here.url)) == 2)
+        assert all(one["cold_seconds"] > 0 for one in replicas(here.url)), "as they have measured"
         here.child("engine").kill()
         wait_for(lambda: len(ready(here.url)) == 1)
         wait_for(lambda: len(ready(here.url)) == 2)

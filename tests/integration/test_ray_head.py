@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from runtime.fleet.ray_cluster import LOOPBACK, TOKEN_PATH, LocalRay
+from runtime.fleet.ray_cluster import LOOPBACK, MARK, TOKEN_PATH, LocalRay
 from tests.fleet_load import Load, answers, build_tiny, free_port, lost, ready
 from tests.integration.test_fleet_on_ray import Fleet, thorough
 from tests.integration.test_fleet_on_ray import pytestmark as with_ray
@@ -55,7 +55,7 @@ def answers_at(port: int) -> bool:
 
 
 class Cluster:
-    """``ray``: finds its processes, all of which have the path of its token."""
+    """``ray``: finds its processes, all of which have its folder in their environment."""
 
     def __init__(self, redis: str) -> None:
         self.ray, self._port, self._heads = LocalRay(NAME), free_port(), 0
@@ -67,7 +67,7 @@ class Cluster:
             TOKEN_PATH: str(self.ray.folder / "token"),
             "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
         }
-        self._environment = {**os.environ, **self.variables, "OMP_NUM_THREADS": "1"}
+        self._environment = {**os.environ, **self.variables, MARK: str(self.ray.folder), "OMP_NUM_THREADS": "1"}
         self._redis = {"RAY_REDIS_ADDRESS": redis, "RAY_external_storage_namespace": NAME}
         self._head: subprocess.Popen[bytes] | None = None
         self._keeping: threading.Thread | None = None
@@ -202,6 +202,6 @@ def test_the_head_dies_and_another_one_has_its_state(cluster: Cluster, fleet: Fl
 def is_whole(fleet: Fleet) -> bool:
     try:
         status = fleet.told("status")
-    except (AssertionError, subprocess.TimeoutExpired):  # Ray or the roster is not back yet
+    except AssertionError:  # Ray or the roster is not back yet
         return False
     return status["state"] == "RUNNING" and len(status["engines"]) == 2 and len(status["gateways"]) == 1

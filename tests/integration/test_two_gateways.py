@@ -25,6 +25,7 @@ from tests.command import ROOT, Running
 from tests.exported import build_float, tiny_graph
 from tests.integration.test_serve_elsewhere import Engine
 from tests.native import own_cache
+from tests.stepped_clock import SteppedClock
 from tests.waiting import wait_for
 
 BUDGET, TOKENS, PACE = 6000, 60, 60
@@ -236,6 +237,50 @@ def test_a_stream_that_is_cut_is_asked_again_at_the_other_gateway(gateways: Gate
         found = [kill(attempt % 2, attempt) for attempt in range(TRIES)]
     print("first event at the other gateway, the last stream of each try, and processor time of gateway and engines:")
     print(*(f"{seconds:.3f} s ({used:.2f} s)" for seconds, used in found), sep=", ")
+
+
+def test_the_clock_steps_among_streams(engines: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day ahead, and a day back, for both gateways and what SQLite takes for the time. Planted: a rate that is empty
+    until the clock is where it was.
+    """
+    clock = SteppedClock(tmp_path)
+    for name, value in clock.variables.items():
+        monkeypatch.setenv(name, value)
+    gateways, day = Gateways(engines, tmp_path), 86400
+    try:
+        for place in range(2):
+            wait_for(lambda place=place: all(one["state"] == "ready" for one in gateways.replicas(place)))
+        wanted = gateways.ask(0, "plain", min_tokens=200, max_tokens=200).json()["choices"][0]["text"]
+        used, admitted, begin = 0, 0, time.monotonic()
+        with ThreadPoolExecutor(8) as pool:
+            for step in (day, -day, 0):
+                running = [
+                    pool.submit(gateways.ask, number % 2, "plain", min_tokens=200, max_tokens=200)
+                    for number in range(8)
+                ]
+                wait_for(lambda: sum(one["running"] for one in gateways.replicas(0)) == 8)
+                clock.set(step)
+                later = [gateways.ask(number % 2, "plain") for number in range(4)]
+                assert {one.status_code for one in later} == {200}
+                assert all(abs(one.json()["created"] - time.time() - step) < 3600 for one in later), "it has stepped"
+                for one in running:
+                    answer = one.result()
+                    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == wanted
+                poor = [gateways.ask(number % 2, "poor") for number in range(20)]
+                used += sum(one.json()["usage"]["total_tokens"] for one in poor if one.status_code == 200)
+                slow = [gateways.ask(number % 2, "slow", max_tokens=1, min_tokens=1) for number in range(25)]
+                admitted += sum(one.status_code == 200 for one in slow)
+                wait_for(lambda: gateways.ask(0, "slow", max_tokens=1, min_tokens=1).status_code == 200, 30)
+        assert used <= BUDGET
+        # A bucket of 20 is full at first, and once more with each of two steps ahead: to `day`, and from `-day` to 0.
+        assert 19 <= admitted <= 3 * 20 + (time.monotonic() - begin) / 3
+        assert not any(one["state"] != "ready" for place in range(2) for one in gateways.replicas(place))
+        asked = 1 + 3 * (8 + 4)
+        wait_for(lambda: sum(key == "plain" for _, key, *_ in records(gateways)) == asked)
+        ids = [id for id, *_ in records(gateways)]
+        assert len(set(ids)) == len(ids), "each request is recorded once"
+    finally:
+        gateways.close()
 
 
 def test_another_tenant_with_the_same_idempotency_key_draws_otherwise(gateways: Gateways) -> None:

@@ -24,6 +24,7 @@ from runtime.gateway.fleet.discovery import (
     DiscoveryError,
     FleetFile,
     FleetFileError,
+    FromFile,
     KubernetesService,
     Listing,
 )
@@ -255,6 +256,17 @@ def test_what_the_api_refuses_is_said(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
     with pytest.raises(DiscoveryError, match="KUBERNETES_SERVICE_HOST"):
         found.read()
+
+
+def test_the_text_of_an_external_server_must_be_there(tmp_path: Path) -> None:
+    """The server may come later, the folder does not. Planted: a gateway that waits for ever."""
+    path = tmp_path / "fleet.yaml"
+    path.write_text("external: [{url: 'http://127.0.0.1:1/v1', model: m, text: side}]")
+    with pytest.raises(FleetFileError, match=f"there is no {tmp_path}/side/tokenizer.json"):
+        FromFile(path).read()
+    (tmp_path / "side").mkdir()
+    (tmp_path / "side" / "tokenizer.json").touch()
+    assert FromFile(path).read().external[0].text == tmp_path / "side"
 
 
 def test_engines_of_a_table_take_the_release_plan_beside_the_file_or_in_a_database(tmp_path: Path, key: Path) -> None:

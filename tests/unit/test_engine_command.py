@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import monotonic
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,12 @@ def served(asked: Sequence[str], broken: str = "") -> list[tuple[str, str]]:
 
     serve(Start("first"), start, listen)
     return opened
+
+
+def test_a_start_is_counted_from_that_of_the_process() -> None:
+    assert 0 < engine.seconds_of_process() < monotonic() + 1, "at most since the machine has started"
+    before, begun = engine.seconds_of_process(), monotonic()
+    assert engine.seconds_of_process() - before <= monotonic() - begun + 1e-3
 
 
 def test_it_opens_what_is_asked_for_and_goes_back() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 import yaml
 
 from pipeline.cli.main import main
-from runtime.fleet import control
+from runtime.fleet import asked, control
 from runtime.fleet.control import read_plan, require_room
 from runtime.fleet.local import LocalFleet
 from runtime.fleet.ray_cluster import FleetError
@@ -98,6 +100,8 @@ def test_one_message_says_that_ray_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "ray.py").write_text("raise ImportError('no module named ray')")  # of the process that asks it
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     for word in ("up", "status", "down"):
         message = run(capsys, word, str(written(tmp_path, UP.replace("name: nowhere", "ray: 'h:1'"))))
         assert 'pip install "tapeout[fleet]"' in message and "Traceback" not in message
@@ -149,6 +153,10 @@ def test_a_key_or_bundle_that_is_missing_is_named_before_anything_starts(
         ("up: {bundle: b}\nscaling: {}\npools: {}", "`scaling` is of a fleet without `pools`"),
         ("up: {bundle: b, decode: {}}", "`up.prefill` and `up.decode` are of engines in `pools`"),
         ("up: {}", "`up.bundle` is missing"),
+        ("", "fleet.yaml cannot be used: it is empty"),
+        ("[1, 2]", "fleet.yaml cannot be used: it has no keys"),
+        ("up: {bundle: b, engines: {options: ['--listen=tcp:h:1']}}", "`--listen` is no option here: each engine gets"),
+        ("up: {bundle: b, gateways: {options: [--port, '1']}}", "`--port` is no option here: `port` beside it"),
         ("engines: [tcp:h:1\nkey: k", "no YAML on line 2"),
         ("engines: [tcp:h:1]\nslo: {availability: 99.9}", "`slo.availability`: input should be less than 1, not 99.9"),
         ("key: k", "one of `engines`, `table`, `kubernetes` and `up` is needed"),
@@ -198,31 +206,90 @@ def test_each_pool_has_its_own_number_of_engines(tmp_path: Path, capsys: pytest.
     assert "no pools, and --pool is decode" in run(capsys, "scale", str(path), "2", "--pool", "decode")
 
 
-def test_what_ray_prints_is_not_in_the_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+RAY = """
+import sys, time
+from types import SimpleNamespace
+
+up = False
+exceptions = SimpleNamespace(RayError=RuntimeError)
+
+def init(**_):
+    global up
+    up = True
+    print("(raylet) a node has died")
+    print("[W] no head answers within 5 seconds", file=sys.stderr)
+
+def is_initialized():
+    return up
+
+def shutdown():
+    global up
+    up = False
+    print("(raylet) another one, too")
+
+def get_actor(name, namespace):
+    return SimpleNamespace(status=SimpleNamespace(remote=lambda: {"engines": []}))
+
+def get(found, timeout):
+    return found
+"""
+SERVE = """
+import time
+from types import SimpleNamespace
+
+def status():
+    {before}
+    status = SimpleNamespace(value="RUNNING")
+    return SimpleNamespace(applications={{"nowhere": SimpleNamespace(status=status, message="", deployments={{}})}})
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Writes the file of a fleet whose Ray is made up; ``before``: what it does before it says how it is."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    folder = tmp_path / "python" / "ray"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", f"{folder.parent}:{ROOT}")
+
+    def write(before: str) -> str:
+        (folder / "__init__.py").write_text(RAY)
+        (folder / "serve.py").write_text(SERVE.format(before=before))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        return str(written(tmp_path, UP.replace("name: nowhere", f"name: nowhere, ray: '{address}'")))
+
+    with listener:
+        yield write
+
+
+def test_what_ray_prints_is_not_in_the_answer(cluster: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     """It tells every driver of a head that has died, at any time. Planted: among the JSON, and behind it."""
+    assert main(["fleet", "status", cluster("pass"), "--json"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out)["state"] == "RUNNING" and not said.err
 
-    class Ray:
-        connected = False
 
-        def is_initialized(self) -> bool:
-            return self.connected
+@pytest.mark.parametrize("word", [["status"], ["scale", "2"], ["drain", "tcp:h:1"], ["down"]])
+def test_a_ray_that_does_not_answer_is_named(
+    cluster: Callable[[str], str], word: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a head that is stopped, or a dead controller that nobody starts again. Planted: a command without end."""
+    monkeypatch.setattr(asked, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(control, "END_SECONDS", -28.0)
+    path = cluster("time.sleep(3600)")
+    if word[0] in ("scale", "drain"):  # whose roster is asked before Serve
+        (Path(path).parent / "python" / "ray" / "__init__.py").write_text(
+            RAY.replace("global up", "time.sleep(3600)", 1)
+        )
+    message = run(capsys, word[0], path, *word[1:])
+    assert "Ray has not answered for 2 seconds" in message and "Traceback" not in message
 
-        def shutdown(self) -> None:
-            self.connected = False
 
-    ray = Ray()
-
-    def connect(_: object) -> None:
-        ray.connected = True
-        print("(raylet) a node has died")
-
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(control, "connect", connect)
-    monkeypatch.setattr(control.RayFleet, "_status", lambda _: {"state": "RUNNING"})
-    assert main(["fleet", "status", str(written(tmp_path)), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"state": "RUNNING"} and not ray.connected
+def test_what_goes_wrong_in_ray_is_no_fault_of_ours(
+    cluster: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = run(capsys, "status", cluster("raise RuntimeError('the actor is dead')"))
+    assert "Ray does not answer: RuntimeError: the actor is dead" in message and "fault in tapeout" not in message
 
 
 DISCOVERY = """

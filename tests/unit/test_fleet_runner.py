@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from itertools import count
@@ -17,8 +18,8 @@ import psutil
 import pytest
 
 from runtime.fleet import runner as module
-from runtime.fleet.ray_cluster import TOKEN_PATH, FleetError, LocalRay
-from runtime.fleet.runner import EngineRunner
+from runtime.fleet.ray_cluster import MARK, TOKEN_PATH, FleetError, LocalRay
+from runtime.fleet.runner import EngineRunner, GatewayRunner
 from runtime.gateway.fleet.scaling import EngineReport
 from runtime.wire.messages import EngineLoad, EngineStats
 from tapeout.errors import TapeoutError
@@ -239,8 +240,8 @@ def test_a_folder_in_tmp_that_is_not_ours_alone_is_refused(
 def test_a_fleet_of_this_machine_ends_its_processes_and_no_other() -> None:
     ray = LocalRay(f"unit-{os.getpid()}")
     sleeping = [sys.executable, "-c", "import time; time.sleep(300)"]
-    ours = subprocess.Popen(sleeping, env={**os.environ, TOKEN_PATH: str(ray.folder / "token")})
-    other = subprocess.Popen(sleeping, env={**os.environ, TOKEN_PATH: "/tmp/other/token"})
+    ours = subprocess.Popen(sleeping, env={**os.environ, MARK: str(ray.folder)})
+    other = subprocess.Popen(sleeping, env={**os.environ, TOKEN_PATH: str(ray.folder / "token")})
     try:
         wait_for(lambda: [one.pid for one in ray.processes()] == [ours.pid])
         ray.stop()
@@ -248,6 +249,56 @@ def test_a_fleet_of_this_machine_ends_its_processes_and_no_other() -> None:
     finally:
         other.kill()
         other.communicate()
+
+
+def test_each_gateway_of_a_machine_has_a_journal_of_its_own(tmp_path: Path) -> None:
+    """A journal is of one server. Planted: the second gateway ends, as the first one has it."""
+    options = ("--usage-journal", "/srv/journal-{port}", "--usage-database=sqlite:////srv/{port}.db")
+    gateways = [GatewayRunner(tmp_path / "f", "127.0.0.1", 1, 2, options, drain_seconds=1) for _ in range(2)]
+    for number, gateway in enumerate(gateways):
+        gateway.port = 8000 + number
+    assert [gateway.own_options for gateway in gateways] == [
+        ["--usage-journal", f"/srv/journal-{port}", f"--usage-database=sqlite:////srv/{port}.db"]
+        for port in (8000, 8001)
+    ]
+
+
+def test_ports_that_are_taken_are_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        gateway = GatewayRunner(tmp_path / "f", "127.0.0.1", port, 1, (), drain_seconds=1)
+        with pytest.raises(TapeoutError, match=rf"no free port for a gateway at 127\.0\.0\.1: {port} are taken"):
+            asyncio.run(gateway.start())
+    last = GatewayRunner(tmp_path / "f", "192.0.2.99", 65535, 2, (), drain_seconds=1)
+    with pytest.raises(TapeoutError, match=r": 65535 are taken, or 192\.0\.2\.99 is no address of this machine"):
+        asyncio.run(last.start())
+
+
+HOLDING = """
+import sys, time
+from runtime.fleet.ray_cluster import LocalRay
+with LocalRay(sys.argv[1]).held():
+    print("held", flush=True)
+    time.sleep(300)
+"""
+
+
+def test_two_commands_do_not_start_one_fleet_at_the_same_time() -> None:
+    """Planted: the second start takes the token of the first one, and ends its processes when it fails."""
+    ray = LocalRay(f"unit-{os.getpid()}")
+    command = [sys.executable, "-c", HOLDING, f"unit-{os.getpid()}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "held\n"
+            with pytest.raises(FleetError, match=f"process {other.pid} is starting or ending this fleet"), ray.held():
+                pass
+        finally:
+            other.kill()
+    with ray.held(), pytest.raises(FleetError, match="starting or ending"), ray.held():
+        pass
+    with ray.held():  # whoever was killed holds nothing
+        pass
+    assert not ray.folder.with_name(f"{ray.folder.name}.lock").exists()
 
 
 def test_a_ray_of_this_machine_takes_no_state_of_another_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

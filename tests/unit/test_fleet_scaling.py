@@ -151,7 +151,7 @@ def test_requests_that_come_from_another_engine_count_by_what_is_computed_of_the
 def test_one_look_a_second_and_the_slowest_cold_start_counts() -> None:
     scaler = FleetScaler(ScalingSettings(most=9, first_token_seconds=1.0))
 
-    def report(tokens: int, cold: float | None = None) -> EngineReport:
+    def report(tokens: int, cold: float = 0.0) -> EngineReport:
         return EngineReport(EngineLoad(backlog_tokens=tokens, prompt_seconds=0.001), EngineStats(), cold)
 
     assert scaler.look({"a": report(0)}, 0.0) == 1

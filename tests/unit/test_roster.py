@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runtime.fleet import ray_roster
+from runtime.fleet.ray_roster import MOST_WAITING, RosterAwayError, RosterLink
 from runtime.fleet.roster import LOST_SECONDS, SETTLE_SECONDS, Orders, Place, Roster
 from runtime.gateway.fleet.scaling import DecodeScalingSettings, EngineReport, ScalingSettings
 from runtime.wire.messages import EngineLoad, EngineStats
@@ -108,3 +116,44 @@ def test_each_pool_has_as_many_engines_as_its_own_reports_say() -> None:
     ]
     roster.fix("prefill", 3)
     assert roster.status(0.0)["pools"] == {"prefill": {"wanted": 3, "fixed": 3}, "decode": {"wanted": 4, "fixed": None}}
+
+
+class Far:
+    """In place of a handle of Ray: what was told, and when it is heard."""
+
+    def __init__(self) -> None:
+        self.told, self.heard = list[tuple[Any, ...]](), asyncio.Event()
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*arguments: Any) -> Any:
+            self.told.append((method, *arguments))
+            return self._answer(method)
+
+        return SimpleNamespace(remote=remote)
+
+    async def _answer(self, method: str) -> str:
+        await self.heard.wait()
+        return method
+
+
+def test_few_words_wait_for_a_roster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: one more every ten seconds of each replica, for as long as the roster is dead."""
+    monkeypatch.setattr(ray_roster, "LOST_SECONDS", 0.01)
+
+    async def run() -> None:
+        far = Far()
+        link = RosterLink("one", lambda _: far)
+        for _ in range(MOST_WAITING):
+            with pytest.raises(TimeoutError):
+                await link.tell("engine", "1")
+        for _ in range(9):
+            with pytest.raises(RosterAwayError, match="has not answered"):
+                await link.tell("engine", "1")
+        assert len(far.told) == MOST_WAITING
+        far.heard.set()
+        await asyncio.sleep(0.01)
+        assert await link.tell("started", "1") == "started" and far.told[-1] == ("started", "1")
+        with pytest.raises(RosterAwayError, match="no roster"):
+            await RosterLink("one", lambda _: None).tell("engine", "1")
+
+    asyncio.run(run())

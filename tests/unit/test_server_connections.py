@@ -10,7 +10,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPResponse
 from typing import Any
 
@@ -140,6 +140,29 @@ def test_a_client_that_reads_nothing_is_cut_off(site: Site) -> None:
         wait_for(lambda: site.operations.metrics.client.stats.running > 0)
         wait_for(lambda: not [peer for peer in held(site) if peer == connection.getsockname()])
         assert b"[DONE]" not in answered(connection)
+
+
+@pytest.mark.parametrize("asked", [b"", b"Connection: close\r\n"])
+def test_a_client_that_takes_a_large_body_slowly_gets_all_of_it(asked: bytes) -> None:
+    """Longer than ``read_seconds`` in all, but something all the time. Planted: a limit for the whole body."""
+    body = b"x" * (16 << 20)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    connection, found = socket.socket(), 0
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    connection.settimeout(20)
+    with listening(app, replace(LIMITS, read_seconds=1.0)) as url, connection:
+        connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + asked + b"\r\n")
+        while found < len(body):
+            part = connection.recv(1 << 16)
+            assert part, f"cut off after {found} bytes"
+            found += len(part)
+            time.sleep(0.01)
 
 
 def held(site: Site) -> list[Any]:

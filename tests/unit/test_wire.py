@@ -179,7 +179,21 @@ REQUEST = GenerateRequest(
     timeout=2.5,
     answered=[3],
 )
-INFO = EngineInfo("d", "n", 1, 2, 3, 4, 5, 6, frozenset({1}), server_cores=frozenset({3}), files={"a": "b"}, level="l")
+INFO = EngineInfo(
+    "d",
+    "n",
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    frozenset({1}),
+    server_cores=frozenset({3}),
+    files={"a": "b"},
+    level="l",
+    cold_seconds=2.5,
+)
 EXAMPLES = (
     FULL,
     Add(REQUEST, 0.5, "unix:/a"),

@@ -153,9 +153,9 @@ class FleetClient:
         ready = [one for one in self._members.listed.values() if one.ready and one.address in listing.engines]
         for pool, scaler in self._scalers.items():
             reports = {
-                one.address: EngineReport(self.router.load(one.address), one.stats)
+                one.address: EngineReport(self.router.load(one.address), one.stats, one.info.cold_seconds)
                 for one in ready
-                if "mixed" in (pool, one.pool) or pool == one.pool
+                if one.info is not None and ("mixed" in (pool, one.pool) or pool == one.pool)
             }
             found[pool] = scaler.look(reports, monotonic())
         return found

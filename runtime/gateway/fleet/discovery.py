@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from runtime.gateway.fleet.external import ExternalServer
 from runtime.gateway.fleet.plan import FleetPlan
@@ -165,8 +165,11 @@ class FleetFile(BaseModel):
         be read.
         """
         try:
-            found = cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
+            text = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if not isinstance(text, dict):
+                raise ValueError("it is empty" if text is None else "it has no keys")
+            found = cls.model_validate(text)
+        except (OSError, ValueError, yaml.YAMLError) as error:  # pydantic's, and of bytes that are no text, are values
             raise FleetFileError(
                 f"{path} cannot be used: {file_problem(error, cls)}",
                 expected="YAML with one of `engines`, `table`, `kubernetes`, `up` and `external`, and `key`",
@@ -243,6 +246,14 @@ class FromFile:
 
 
 def _servers(found: FleetFile) -> tuple[ExternalServer, ...]:
+    """:class:`FleetFileError` for files that are missing: a server that is away may come, they do not."""
+    for one in found.external:
+        if not (one.text / "tokenizer.json").is_file():
+            raise FleetFileError(
+                f"there is no {one.text / 'tokenizer.json'}",
+                expected="`text` of an external server: a folder with the model's tokenizer",
+                remedy="copy tokenizer.json, generation_config.json and the chat template of its model there",
+            )
     servers = {
         one.url: ExternalServer(one.url, one.model, one.text, _server_key(one.key), one.most_running)
         for one in found.external

@@ -100,5 +100,5 @@ class KubernetesDiscovery:
         return DiscoveryError(
             f"the endpoints of the service {self._service.service} cannot be read: {why}",
             expected="an API server that answers, and a service account that may list endpointslices",
-            remedy="deploy/kubernetes.yaml has the role",
+            remedy="deploy/fleet/kubernetes.yaml has the role",
         )

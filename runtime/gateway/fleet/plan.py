@@ -14,6 +14,14 @@ LOCAL = "local"
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,15}$")]
 
 
+def _refuse(options: tuple[str, ...], taken: Mapping[str, str]) -> tuple[str, ...]:
+    """``taken``: options that whoever starts the process gives it, and what says them instead."""
+    for option in options:
+        if (name := option.partition("=")[0]) in taken:
+            raise ValueError(f"`{name}` is no option here: {taken[name]}")
+    return options
+
+
 class EnginePlan(BaseModel):
     """``cpus`` and other ``resources``: that Ray reserves for each. ``options``: of `tapeout engine`."""
 
@@ -25,14 +33,19 @@ class EnginePlan(BaseModel):
 
     @field_validator("options")
     @classmethod
-    def _refuse_pool(cls, options: tuple[str, ...]) -> tuple[str, ...]:
-        if any(option.partition("=")[0] == "--pool" for option in options):
-            raise ValueError("`--pool` is no option here: `pools` in the file says how many engines each pool has")
-        return options
+    def _refuse_taken(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        taken = {
+            "--pool": "`pools` in the file says how many engines each pool has",
+            "--listen": "each engine gets a free port of its machine",
+            "--key-file": "`key` in the file is that of all",
+        }
+        return _refuse(options, taken)
 
 
 class GatewayPlan(BaseModel):
-    """``port``: of the first on a machine; a second one there takes the next. ``options``: of `tapeout gateway`."""
+    """``port``: of the first on a machine; a second one there takes the next. ``options``: of `tapeout gateway`;
+    `{port}` in one is the port of each gateway, such as in the name of its own journal.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,6 +55,16 @@ class GatewayPlan(BaseModel):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, lt=1 << 16)] = 8000
     options: tuple[str, ...] = ()
+
+    @field_validator("options")
+    @classmethod
+    def _refuse_taken(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        taken = {
+            "--host": "`host` beside it says where gateways listen",
+            "--port": "`port` beside it is that of the first gateway on a machine",
+            "--drain-seconds": "`drain_seconds` of `up` is that of engines and gateways",
+        }
+        return _refuse(options, taken)
 
 
 class FleetPlan(BaseModel):

@@ -180,11 +180,11 @@ def _engines(amount: float, each: float) -> int:
 
 
 class EngineReport(NamedTuple):
-    """``cold_seconds``: that this engine took to open; None where nobody has measured it."""
+    """``cold_seconds``: see :class:`EngineInfo`."""
 
     load: EngineLoad
     stats: EngineStats
-    cold_seconds: float | None = None
+    cold_seconds: float = 0.0
 
 
 class FleetScaler:
@@ -207,8 +207,8 @@ class FleetScaler:
             return self.wanted
         seconds = 0.0 if at is None else now - at
         loads = [self.settings.load(self._before.get(address), report, seconds) for address, report in reports.items()]
-        measured = [report.cold_seconds for report in reports.values() if report.cold_seconds is not None]
-        self.state = scaled(self.settings, loads, max(measured, default=self.settings.cold_seconds), self.state, now)
+        measured = max((report.cold_seconds for report in reports.values()), default=0.0)
+        self.state = scaled(self.settings, loads, measured or self.settings.cold_seconds, self.state, now)
         self._before = {address: report.stats for address, report in reports.items()}
         return self.wanted
 

@@ -33,7 +33,9 @@ class TableDiscovery:
             raise
         except Exception as error:  # SQLAlchemy's, and its drivers'
             raise DiscoveryError(
-                f"the table of engines cannot be read: {one_line(error)}", expected="a database that answers"
+                f"the table of engines cannot be read: {one_line(getattr(error, 'orig', None) or error)}",
+                expected="a database that answers",
+                remedy="start it, or correct `table` in the file of the fleet",
             ) from error
         now, before = monotonic(), self._listed
         self._listed = {}

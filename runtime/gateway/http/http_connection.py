@@ -101,13 +101,11 @@ class _Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self._limits.read_seconds, self.transport.abort)
+        self._unread = self._expect_reading(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        self._forget_unread()
 
     def timeout_keep_alive_handler(self) -> None:
         self._close()
@@ -156,6 +154,11 @@ class _Connection(HttpToolsProtocol):
             self._late.cancel()
             self._late = None
 
+    def _forget_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
     def _headers_late(self) -> None:
         if self._in_headers:
             seconds = self._limits.header_seconds
@@ -178,7 +181,23 @@ class _Connection(HttpToolsProtocol):
         self._close()
 
     def _close(self) -> None:
-        """Close the connection once the client has read what was written, or ``read_seconds`` later."""
+        """Close the connection once the client has read what was written, or nothing of it for ``read_seconds``."""
         self._forget_headers()
+        self._forget_unread()
         self.transport.close()
-        self._late = self.loop.call_later(self._limits.read_seconds, self.transport.abort)
+        self._late = self._expect_reading(self.transport.get_write_buffer_size())
+
+    def _expect_reading(self, waiting: int) -> asyncio.TimerHandle:
+        return self.loop.call_later(self._limits.read_seconds, self._look_at_reader, waiting)
+
+    def _look_at_reader(self, waiting: int) -> None:
+        """``waiting``: bytes that did ``read_seconds`` ago. A client that takes a large body slowly has read some."""
+        left = self.transport.get_write_buffer_size()
+        if left >= waiting:
+            self.transport.abort()
+            return
+        again = self._expect_reading(left)
+        if self.transport.is_closing():
+            self._late = again
+        else:
+            self._unread = again

@@ -140,6 +140,7 @@ class FleetView(Collector, Hook):
                 "pool": status.info.pool if status.info else None,
                 "digest": status.info.digest if status.info else None,
                 "source": (status.info.source or None) if status.info else None,
+                "cold_seconds": (status.info.cold_seconds or None) if status.info else None,
                 "requests": status.own,
                 "running": status.stats.running,
                 "waiting": status.stats.waiting,
