@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import orjson
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -39,7 +39,7 @@ async def completions(service: Service, request: Request) -> Response:
     service.require_model(body.model)
     body.refuse_unsupported()
     session = session_of(body, request.headers)
-    opening = session.encode("utf-8", "surrogatepass") or orjson.dumps(body.prompt)
+    opening = session.encode("utf-8", "surrogatepass") or to_json(body.prompt)
     model, info, (texts, prompts) = await service.encoded(
         opening, lambda model, info: _prompts(body, model, most_tokens(body, info))
     )

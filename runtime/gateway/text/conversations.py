@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
+from pydantic_core import to_json
 
 from runtime.gateway.protocol.bodies import Message, Tool
 from runtime.gateway.protocol.errors import invalid
@@ -44,7 +44,9 @@ async def encode_chat(
     mark = None if parse_special else _unused(json.dumps([given, shown, values], ensure_ascii=False))
     if mark is not None:
         given, shown, values = (model.mark_special(value, mark) for value in (given, shown, values))
-    text = model.template.render(given, tools=shown, add_generation_prompt=add_generation_prompt is not False, **values)
+    text = model.template.render(
+        given, tools=shown, add_generation_prompt=add_generation_prompt is not False, variables=values
+    )
     if answer_follows and model.tool_format == "harmony" and add_generation_prompt is not False:
         text += FINAL
     (tokens,) = await model.encode([text], add_special_tokens=False, most_tokens=most_tokens, cut=mark)
@@ -54,7 +56,7 @@ async def encode_chat(
 def opening_of(messages: Sequence[Message]) -> bytes:
     """What all turns of a conversation share: its messages up to the first of the user."""
     first = next((place for place, message in enumerate(messages) if message.role == "user"), len(messages) - 1)
-    return orjson.dumps([message.model_dump(mode="json", exclude_none=True) for message in messages[: first + 1]])
+    return to_json([message.model_dump(mode="json", exclude_none=True) for message in messages[: first + 1]])
 
 
 def _unused(text: str) -> str:
