@@ -19,6 +19,7 @@ from runtime.gateway.http.requests import (
     constraint_of,
     most_tokens,
     new_tokens,
+    require_constraint,
     session_of,
     truncated,
 )
@@ -58,7 +59,7 @@ async def completions(service: Service, request: Request) -> Response:
     )
     constraint = constraint_of(body)
     if constraint is not None:
-        await model.require_constraint(constraint)
+        await require_constraint(model, body, constraint)
     echoed = body.logprobs if body.echo else None
     asked = [count for count in (echoed, body.prompt_logprobs) if count is not None]
     choices = choices_of(

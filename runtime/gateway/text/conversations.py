@@ -10,11 +10,12 @@ from typing import Any
 from pydantic_core import to_json
 
 from runtime.gateway.protocol.bodies import Message, Tool
-from runtime.gateway.protocol.errors import invalid
+from runtime.gateway.protocol.errors import MESSAGE_CHARACTERS, invalid
 from runtime.gateway.text.call_text import parsed_json
 from runtime.gateway.text.harmony import EFFORTS, FINAL
 from runtime.gateway.text.model import TextModel
 from runtime.gateway.text.tools import ToolFormat
+from tapeout.errors import RequestError, one_line
 
 
 async def encode_chat(
@@ -44,10 +45,12 @@ async def encode_chat(
     mark = None if parse_special else _unused(json.dumps([given, shown, values], ensure_ascii=False))
     if mark is not None:
         given, shown, values = (model.mark_special(value, mark) for value in (given, shown, values))
-    text = model.template.render(
-        given, tools=shown, add_generation_prompt=add_generation_prompt is not False, variables=values
-    )
-    if answer_follows and model.tool_format == "harmony" and add_generation_prompt is not False:
+    begins = add_generation_prompt is not False
+    try:
+        text = model.template.render(given, tools=shown, add_generation_prompt=begins, variables=values)
+    except RequestError as error:
+        raise invalid(one_line(error, MESSAGE_CHARACTERS), "messages") from error
+    if answer_follows and model.tool_format == "harmony" and begins:
         text += FINAL
     (tokens,) = await model.encode([text], add_special_tokens=False, most_tokens=most_tokens, cut=mark)
     return tokens
