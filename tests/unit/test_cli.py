@@ -678,6 +678,32 @@ def test_register_says_what_signed(here: Path, capsys: Output, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
+    ("words", "found", "remedy"),
+    [
+        (["inspect", "nowhere"], "there is no folder nowhere", "check the path"),
+        (["gate"], "artifacts/verdict", "dvc repro"),
+        (["costs"], "no params.yaml", ""),
+        (["plan", "--params", "nowhere.yaml"], "nowhere.yaml", ""),
+        (["usage", "--from", "soon"], "soon", ""),
+        (["inspect"], "Missing argument", ""),
+        (["plan", "--nothing"], "--nothing", ""),
+        (["nothing"], "nothing", ""),
+        (["capacity", "--rate", "x"], "--rate", ""),
+        (["fleet", "status", "nowhere.yaml"], "nowhere.yaml", ""),
+    ],
+)
+def test_a_script_reads_errors_as_json_too(
+    here: Path, capsys: Output, words: list[str], found: str, remedy: str
+) -> None:
+    assert main([*words, "--json"]) == ExitCode.BROKEN
+    printed = capsys.readouterr()
+    error = json.loads(printed.out)["error"]
+    assert set(error) == {"found", "expected", "remedy"} and found in error["found"] and remedy in error["remedy"]
+    assert printed.err  # for who looks on
+    assert main(words) == ExitCode.BROKEN and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOSPC, "disk space"), (errno.EACCES, "permissions")]
 )
 def test_an_error_of_the_system_is_no_fault_of_ours(number: int, remedy: str) -> None:
