@@ -677,6 +677,22 @@ def test_register_says_what_signed(here: Path, capsys: Output, monkeypatch: pyte
     assert json.loads(capsys.readouterr().out)["signed_with"] == "tapeout.key"
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "serve", "generate", "engine", "export-checkpoint"])
+@pytest.mark.parametrize(("name", "found"), [("nowhere", "there is no folder nowhere"), ("file", "file is a file")])
+def test_the_folder_that_was_named_is_what_is_missing(
+    here: Path, capsys: Output, command: str, name: str, found: str
+) -> None:
+    (here / "file").touch()
+    more = {
+        "engine": ["--listen", "unix:socket"],
+        "export-checkpoint": ["--format", "gguf", "--to", "out"],
+        "generate": ["--bundle"],
+    }.get(command, [])
+    words = ["x", *more, name] if command == "generate" else [name, *more]
+    assert main([command, *words]) == ExitCode.BROKEN
+    assert capsys.readouterr().err.startswith(f"error: {found}\n")
+
+
 @pytest.mark.parametrize(
     ("words", "found", "remedy"),
     [
