@@ -124,9 +124,15 @@ def test_the_challenger_of_a_registry(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )  # fmt: skip
 def test_options_beyond_what_they_mean_are_refused(
-    command: str, option: str, value: str, capsys: pytest.CaptureFixture[str]
+    command: str,
+    option: str,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before anything is opened. An empty key is what a variable of a shell leaves that is not set."""
+    monkeypatch.chdir(tmp_path)
     words = [command, "nowhere", option, value, *(["--listen", "unix:socket"] if command == "engine" else [])]
     assert main(words) == ExitCode.BROKEN
     said = capsys.readouterr().err
