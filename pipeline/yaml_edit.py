@@ -16,6 +16,7 @@ from tapeout.errors import RecipeError
 
 INDENT = 2
 _COLON = re.compile(r"\s*:|")
+_COMMENT = re.compile(r"[ \t]+#.*")
 
 
 def edited(text: str, changes: Mapping[str, Any]) -> str:
@@ -98,21 +99,24 @@ def _replaced(text: str, key: yaml.Node, child: yaml.Node, value: Any) -> str:
     """A comment on the key's line stays there."""
     colon = text.index(":", key.end_mark.index) + 1
     line_end = _line_end(text, colon)
-    if _end(child) <= colon:  # nothing is written there
+    if _end(text, child) <= colon:  # nothing is written there
         comment, end = text[colon:line_end], line_end
+    elif _is_block(child):
+        written = _COMMENT.search(text, colon, line_end)
+        comment, end = written[0] if written else "", _end(text, child)
     elif child.start_mark.index < line_end:
-        end = _line_end(text, _end(child))
-        comment = text[_end(child) : end]
+        end = _line_end(text, _end(text, child))
+        comment = text[_end(text, child) : end]
     else:
-        comment, end = text[colon:line_end], _line_end(text, _end(child))
+        comment, end = text[colon:line_end], _line_end(text, _end(text, child))
     return text[:colon] + _written(text, value, comment, key.start_mark.column) + text[end:]
 
 
 def _replaced_in_flow(text: str, key: yaml.Node, child: yaml.Node, value: Any) -> str:
     colon = _behind_colon(text, key)
-    if _end(child) <= colon:  # nothing is written there
+    if _end(text, child) <= colon:  # nothing is written there
         return f"{text[: key.end_mark.index]}: {_flow(value)}{text[colon:]}"
-    return text[: child.start_mark.index] + _flow(value) + text[_end(child) :]
+    return text[: child.start_mark.index] + _flow(value) + text[_end(text, child) :]
 
 
 def _inserted_in_flow(text: str, node: yaml.Node | None, name: str, value: Any) -> str:
@@ -120,7 +124,7 @@ def _inserted_in_flow(text: str, node: yaml.Node | None, name: str, value: Any) 
     at, comma = text.index("{", node.start_mark.index) + 1, ""
     if node.value:
         key, child = node.value[-1]
-        at, comma = max(_end(child), _behind_colon(text, key)), ", "
+        at, comma = max(_end(text, child), _behind_colon(text, key)), ", "
     return f"{text[:at]}{comma}{_flow({name: value})[1:-1]}{text[at:]}"
 
 
@@ -135,18 +139,24 @@ def _inserted(text: str, node: yaml.Node | None, name: str, value: Any, indent: 
     """A key that is not there, behind the last one of its mapping."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     indent = pairs[0][0].start_mark.column if pairs else indent
-    at = _line_end(text, max(_end(pairs[-1][1]), pairs[-1][0].end_mark.index)) if pairs else len(text)
+    at = _line_end(text, max(_end(text, pairs[-1][1]), pairs[-1][0].end_mark.index)) if pairs else len(text)
     line, ends = f"{' ' * indent}{_flow(name)}:{_written(text, value, '', indent)}", _line_break(text)
     before = text[:at] if not text[:at] or text[:at].endswith("\n") else text[:at] + ends
     return before + line + (text[at:] or ends)
 
 
-def _end(node: yaml.Node) -> int:
-    """Where its text ends; the parser's end of a block lies behind the comments that follow it."""
+def _end(text: str, node: yaml.Node) -> int:
+    """Where its text ends; the parser's end of a block lies behind the comments and the empty lines that follow it."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last: Any = node.value[-1]
-        return max(_end(part) for part in last) if isinstance(last, tuple) else _end(last)
+        return max(_end(text, part) for part in last) if isinstance(last, tuple) else _end(text, last)
+    if _is_block(node):
+        return node.start_mark.index + len(text[node.start_mark.index : node.end_mark.index].rstrip())
     return node.end_mark.index
+
+
+def _is_block(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style in ("|", ">")
 
 
 def _line_end(text: str, index: int) -> int:

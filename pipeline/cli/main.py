@@ -8,10 +8,11 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
+import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -39,11 +40,16 @@ class Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command. If the reader of its output closed the pipe (``tapeout inspect … | head``), exit with 2.
 
-        By default the framework would exit with 1, which here means that the gate failed.
+        By default the framework would exit with 1, which here means that the gate failed. ``ctx.obj``: whether a
+        script reads the output, which gets what is wrong with the command, too.
         """
         try:
             try:
                 return super().invoke(ctx)
+            except Exception as error:
+                if ctx.obj and hasattr(error, "format_message"):  # of the framework, which prints it and exits
+                    print_error({"found": error.format_message()})  # pyright: ignore[reportAttributeAccessIssue]
+                raise
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:
@@ -89,9 +95,10 @@ for panel in (use, judge, explain, build):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an expected error is one message, never a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in words
     code: Any = ExitCode.PASS
     try:
-        app(words, prog_name="tapeout")
+        app(words, prog_name="tapeout", obj=as_json)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except SystemExit as finished:
@@ -100,10 +107,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             traceback.print_exc()
         print(message(error), file=sys.stderr)
+        if as_json:
+            own = isinstance(error, TapeoutError)
+            parts = {"expected": error.expected, "remedy": error.remedy} if own else dict[str, str]()
+            print_error({"found": error.found if own else f"{type(error).__name__}: {error}"} | parts)
         code = ExitCode.BROKEN
     if code == INTERRUPTED:
         print("\ninterrupted; nothing half-written was left behind", file=sys.stderr)
     return int(code or ExitCode.PASS)
+
+
+def print_error(parts: Mapping[str, str]) -> None:
+    """For a script, which reads the standard output: an error is JSON as a result is."""
+    whole = dict.fromkeys(("found", "expected", "remedy"), "") | dict(parts)
+    print(json.dumps({"error": whole}, indent=1), flush=True)
 
 
 def message(error: Exception) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.shared import EngineKey, JudgeBy, Params, PublicKey, Threads
+from pipeline.cli.shared import EngineKey, JudgeBy, Params, PublicKey, Threads, not_empty
 
 if TYPE_CHECKING:
     from pipeline.registry.pull import Requirements
@@ -22,8 +22,9 @@ class EngineOptions:
     slots: Annotated[
         int | None,
         typer.Option(
+            min=1,
             help="Memory for so many sequences of full length: their keys and values, and two slots each where the "
-            "model has recurrent state; by default as built."
+            "model has recurrent state; by default as built.",
         ),
     ] = None
     kv_bytes: Annotated[
@@ -43,7 +44,7 @@ class EngineOptions:
             "by default where all weights do not fit the memory that is available.",
         ),
     ] = None
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are refused with 429.")] = 1024
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 429.")] = 1024
     max_running: Annotated[
         int | None, typer.Option(min=1, help="Requests that run at once; by default 64, or as many as were measured.")
     ] = None
@@ -77,20 +78,26 @@ class HttpOptions:
     """Where clients are answered, who they may be, and what is kept of their calls."""
 
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="What requests call the model; may be given more than once. Responses have the first."),
+        typer.Option(
+            callback=not_empty,
+            help="What requests call the model; may be given more than once. Responses have the first.",
+        ),
     ] = None
     queue_seconds: Annotated[
-        float | None, typer.Option(help="A request that waits longer is ended with 408; without, it waits.")
+        float | None, typer.Option(min=0, help="A request that waits longer is ended with 408; without, it waits.")
     ] = None
     request_seconds: Annotated[
-        float | None, typer.Option(help="A request that takes longer, queue included, is ended with 408.")
+        float | None, typer.Option(min=0, help="A request that takes longer, queue included, is ended with 408.")
     ] = None
-    drain_seconds: Annotated[float, typer.Option(help="Time that running requests have after SIGTERM.")] = 30.0
+    drain_seconds: Annotated[float, typer.Option(min=0, help="Time that running requests have after SIGTERM.")] = 30.0
     api_key: Annotated[
-        list[str] | None, typer.Option(help="Clients must send it; may be given more than once. Or TAPEOUT_API_KEYS.")
+        list[str] | None,
+        typer.Option(
+            callback=not_empty, help="Clients must send it; may be given more than once. Or TAPEOUT_API_KEYS."
+        ),
     ] = None
     keys_file: Annotated[Path | None, typer.Option(help="YAML file of keys and their limits: `tapeout keys new`.")] = (
         None
@@ -110,7 +117,7 @@ class HttpOptions:
     traffic_log: Annotated[
         Path | None, typer.Option(help="Folder for a redacted sample of prompts and responses; without, none.")
     ] = None
-    traffic_share: Annotated[float, typer.Option(help="Share of the requests in the traffic log, 0 to 1.")] = 0.01
+    traffic_share: Annotated[float, typer.Option(min=0, max=1, help="Share of the requests in the traffic log.")] = 0.01
     traffic_redactor: Annotated[
         list[str] | None, typer.Option(help="package.module:function that also redacts; may be given more than once.")
     ] = None
@@ -144,7 +151,7 @@ class ServeOptions:
     http: HttpOptions
     opening: EngineOptions
     follow_seconds: Annotated[
-        float, typer.Option(help="How often to look for a new champion, which is swapped in; 0 never looks.")
+        float, typer.Option(min=0, help="How often to look for a new champion, which is swapped in; 0 never looks.")
     ] = 5.0
     approval: ApprovalOptions
     shadow: Annotated[
@@ -152,12 +159,13 @@ class ServeOptions:
         typer.Option(help="A bundle's folder, or models:/NAME@challenger: mirror calls to it (docs/online.md)."),
     ] = None
     share: Annotated[
-        float | None, typer.Option(help="Share of the calls that are mirrored; by default the recipe's online.share.")
+        float | None,
+        typer.Option(min=0, max=1, help="Share of the calls that are mirrored; by default the recipe's online.share."),
     ] = None
     shadow_log: Annotated[Path, typer.Option(help="Folder of the observations; one for each pair of engines.")] = Path(
         "shadow"
     )
-    shadow_threads: Annotated[int, typer.Option(help="Of the challenger.")] = 1
+    shadow_threads: Annotated[int, typer.Option(min=1, help="Of the challenger.")] = 1
     engine: Annotated[
         str | None,
         typer.Option(

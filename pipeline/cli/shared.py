@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Artifacts = Annotated[Path, typer.Option(help="Folder the pipeline writes its artifacts to.")]
-Threads = Annotated[int, typer.Option(help="Of the engine; 0 means every physical core.")]
+Threads = Annotated[int, typer.Option(min=0, help="Of the engine; 0 means every physical core.")]
 Params = Annotated[Path, typer.Option(help="The recipe (docs/recipes.md explains every parameter).")]
 PrivateKey = Annotated[
     Path | None,
@@ -72,6 +72,14 @@ def _call(taker: Callable[..., Any], given: Mapping[str, Any]) -> Any:
         kind = parameter.annotation
         arguments[name] = _call(cast(type, kind), given) if is_dataclass(kind) else given[name]
     return taker(**arguments)
+
+
+def not_empty(texts: list[str] | None) -> list[str] | None:
+    """Of an option: what a variable of a shell that is not set leaves is not meant, and nobody could send it."""
+    for text in texts or ():
+        if not text or text != text.strip():
+            raise typer.BadParameter(f"{text!r} is empty, or has white space around it")
+    return texts
 
 
 def show(record: Any, shown: RenderableType, as_json: bool) -> None:

@@ -40,8 +40,9 @@ def run(
     """
     if not source.startswith("models:"):
         folder = Path(source)
+        bundle = load_record(folder, EngineBundle)  # before what lies beside it, which nobody has named
         if public_key is not None:
-            require_signed_pass(load_record(folder, EngineBundle), public_key)
+            require_signed_pass(bundle, public_key)
         verdict = load(folder.resolve().parent / "verdict", Verdict)
         return _take(folder, verdict, load(folder.resolve().parent / "parity", ParityReport), level, threads, key)
     pulled = pull(VersionReference.parse(source), store_folder(), Requirements(public_key=public_key))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_URI = "sqlite:///mlflow.db"
 LOCK_SECONDS = 60.0
 CONNECT_TIMEOUT_S = 10
+UNFINISHED = "_alembic_tmp_"  # begins the name of a table that is there only while others change
 
 # By default MLflow retries an absent server for minutes, sends telemetry, and prints links between our lines.
 _QUIET = {
@@ -158,6 +159,13 @@ def connect(*, write: bool) -> Generator[MlflowClient]:
                 expected="a database that is free within the time that MLflow waits",
                 remedy="stop what writes to it, such as `mlflow ui` or another run, and run this again; where several "
                 "machines share the registry, start a server (`mlflow server`) and set MLFLOW_TRACKING_URI",
+            ) from error
+        if UNFINISHED in str(error):
+            raise RegistryError(
+                f"the registry's database {public_uri(uri)} is half made: what made or updated it was interrupted: "
+                f"{reason}",
+                expected="a database that MLflow has finished",
+                remedy="delete it if it is a new one; else bring its backup back, and run `mlflow db upgrade`",
             ) from error
         raise RegistryError(
             f"the registry at {public_uri(uri)} refused: {reason}",

@@ -17,7 +17,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +33,13 @@ from tapeout.errors import RequestError, one_line
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+T = TypeVar("T")
 MaskArray = NDArray[np.uint32]  # one bit of a word for each token
 
 CACHED = 64  # compiled constraints
 MOST_DIGITS = 300  # of an integer that double precision can come near to
+FULL = "too many states"  # in the error of a lexer without room
+RENEWED_TOKENS = 64  # that a response has at least with each lexer
 STACK_BYTES = 64 << 20  # of the thread that compiles; its pages are only touched where needed
 
 
@@ -62,22 +66,34 @@ class ConstraintCompiler:
     def compile(self, constraint: Constraint) -> Matcher:
         """A matcher at the start of a response. :class:`RequestError` for a constraint that cannot be met."""
         check_size(constraint)
-        key = hashlib.sha256(f"{constraint.kind} {constraint.text}".encode()).digest()
+        key = _key_of(constraint)
         with self._lock:
             compiled = self._cache.pop(key, None) or self._compile(grammar_of(constraint))
             self._cache[key] = compiled
             if len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
-            return Matcher(compiled.deep_copy(), self._vocab_size, self._stop_tokens)
+            again = partial(self._again, constraint, compiled)
+            return Matcher(compiled.deep_copy(), self._vocab_size, self._stop_tokens, again)
+
+    def _again(self, constraint: Constraint, spent: LLMatcher) -> LLMatcher:
+        """For one response alone, since the lexer of ``spent``, which others share, has no room for more states."""
+        with self._lock:
+            if self._cache.get(_key_of(constraint)) is spent:
+                del self._cache[_key_of(constraint)]
+        return self._in_thread(lambda: self._compile(grammar_of(constraint))).result()
 
     def start(self, constraint: Constraint) -> Future[Matcher]:
-        """The same in a thread with a large stack, so that the caller can go on."""
-        future: Future[Matcher] = Future()
+        """The same in a thread, so that the caller can go on."""
+        return self._in_thread(lambda: self.compile(constraint))
+
+    def _in_thread(self, work: Callable[[], T]) -> Future[T]:
+        """In one with a large stack."""
+        future: Future[T] = Future()
 
         def run() -> None:
             keep_to(self._cores)
             try:
-                future.set_result(self.compile(constraint))
+                future.set_result(work())
             except RequestError as error:
                 future.set_exception(error)
             except BaseException as error:  # a panic of the library is not an Exception, and somebody waits
@@ -132,10 +148,20 @@ class ConstraintCompiler:
 
 
 class Matcher:
-    """How far one response has got. Not for several threads at once."""
+    """How far one response has got. Not for several threads at once.
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, stop_tokens: Iterable[int]) -> None:
+    All responses of a compiled constraint share its lexer, which keeps the states that they have needed: what one has
+    computed is there for the next. Where the lexer has no room for more, ``again`` compiles another one, and the
+    response goes on there.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, stop_tokens: Iterable[int], again: Callable[[], LLMatcher]
+    ) -> None:
         self._matcher, self._words, self._stop_tokens = matcher, -(-vocab_size // 32), stop_tokens
+        self._again = again
+        self._tokens: list[int] = []
+        self._renewed_at = -RENEWED_TOKENS
 
     @property
     def complete(self) -> bool:
@@ -154,7 +180,10 @@ class Matcher:
 
         ``stops``: the tokens that end this response; they may come exactly where the constraint is met.
         """
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words].copy()
+        bits = self._matcher.compute_bitmask()
+        if self._is_full() and self._renew():
+            bits = self._matcher.compute_bitmask()
+        mask = np.frombuffer(bits, np.uint32)[: self._words].copy()
         for token in (*self._stop_tokens, *stops):
             mask[token >> 5] &= ~np.uint32(1 << (token & 31))
         if not self._matcher.is_error() and self._matcher.is_accepting():
@@ -164,7 +193,26 @@ class Matcher:
 
     def advance(self, token: int) -> None:
         """A token of the response, other than one that ended it; one that the mask excludes leaves an error."""
+        self._tokens.append(token)
         self._matcher.consume_token(token)
+        if self._is_full():
+            self._renew()
+
+    def _is_full(self) -> bool:
+        return self._matcher.is_error() and FULL in self._matcher.get_error()
+
+    def _renew(self) -> bool:
+        """Follow the response so far with another lexer. Not again and again, where that is soon full, too."""
+        if len(self._tokens) - self._renewed_at < RENEWED_TOKENS:
+            return False
+        self._renewed_at = len(self._tokens)
+        try:
+            self._matcher = self._again()
+        except RequestError:
+            return False  # the error of the one before it stays
+        for token in self._tokens:
+            self._matcher.consume_token(token)
+        return not self._matcher.is_error()
 
 
 class Grammar(NamedTuple):
@@ -195,6 +243,10 @@ def grammar_of(constraint: Constraint) -> Grammar:
             return Grammar(LLMatcher.grammar_from_regex("|".join(map(_literal, _choices(constraint)))))
         case "grammar":
             return Grammar(LLMatcher.grammar_from_lark(constraint.text))
+
+
+def _key_of(constraint: Constraint) -> bytes:
+    return hashlib.sha256(f"{constraint.kind} {constraint.text}".encode()).digest()
 
 
 _THREAD_LOCK = threading.Lock()  # the stack size of new threads is a setting of the process

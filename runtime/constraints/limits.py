@@ -24,7 +24,7 @@ STEP_ITEMS = 50_000
 ROW_ITEMS = 5_000  # behind one letter
 GRAMMAR_SYMBOLS = 100_000
 FIRST_EXPRESSIONS = 500_000
-STATES = 250_000  # of a lexer, for one response: 30 to 100 MB where all are needed
+STATES = 250_000  # of a lexer: 30 to 100 MB where all are needed
 STATES_PER_CHARACTER = 12  # of a text whose length is bounded: 5 to 10 are made
 MOST_CHARACTERS = 100_000  # that are counted for one schema
 

@@ -34,7 +34,7 @@ Int64Array = NDArray[np.int64]
 
 LOG2_E = 1 / math.log(2)
 _SMALLEST = np.float32(-40)  # exponents below have weight 0
-_LARGEST_SCALE = 2.0**100
+_SCALES = 2.0**-100, 2.0**100  # in float32 smaller ones would be 0, which is greedy
 # 2**f for f in [-0.5, 0.5] is 1 + f * (0.693147 + f * (...)): least maximum of the relative error (9e-8 in real
 # numbers, 1.6e-7 in float32), found by Lawson's iteration.
 _COEFFICIENTS = tuple(map(np.float32, (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0)))
@@ -42,7 +42,8 @@ _COEFFICIENTS = tuple(map(np.float32, (0.0013264727, 0.009671513, 0.055507336, 0
 
 def filters_of(settings: SamplingSettings) -> Filters:
     temperature = settings.temperature
-    scale = min(LOG2_E / temperature, _LARGEST_SCALE) if temperature and settings.top_p else 0.0
+    smallest, largest = _SCALES
+    scale = min(max(LOG2_E / temperature, smallest), largest) if temperature and settings.top_p else 0.0
     return Filters(float(np.float32(scale)), settings.top_k, settings.top_p, math.ceil(settings.min_p * ONE))
 
 

@@ -30,6 +30,7 @@ WHOLE_KEY_BYTES = 32  # where state is found by it
 MOST_STATE_BYTES = 1 << 27  # of one block or snapshot
 CHECKSUM_BYTES = 16
 LARGEST = sys.float_info.max  # a whole number can be larger, and is no float then
+REPETITION_PENALTIES = (1e-9, 1e9)  # beyond them logits overflow float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class SamplingSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        lowest, highest = REPETITION_PENALTIES
         valid = {
             "temperature": (0 <= self.temperature <= LARGEST, "a finite number of at least 0 (0 is greedy)"),
             "top_k": (0 <= self.top_k < 1 << 63, "at least 0 (0 keeps every token), and below 2**63"),
@@ -58,7 +60,7 @@ class SamplingSettings:
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
             "presence_penalty": (-2 <= self.presence_penalty <= 2, "between -2 and 2"),
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            "repetition_penalty": (0 < self.repetition_penalty <= LARGEST, "more than 0 (1 is no penalty)"),
+            "repetition_penalty": (lowest <= self.repetition_penalty <= highest, "1e-9 to 1e9 (1 is no penalty)"),
             "logit_bias": (all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "between -100 and 100"),
             "seed": (self.seed is None or 0 <= self.seed < 1 << 64, "at least 0 and below 2**64"),
         }

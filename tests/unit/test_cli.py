@@ -677,6 +677,48 @@ def test_register_says_what_signed(here: Path, capsys: Output, monkeypatch: pyte
     assert json.loads(capsys.readouterr().out)["signed_with"] == "tapeout.key"
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "serve", "generate", "engine", "export-checkpoint"])
+@pytest.mark.parametrize(("name", "found"), [("nowhere", "there is no folder nowhere"), ("file", "file is a file")])
+def test_the_folder_that_was_named_is_what_is_missing(
+    here: Path, capsys: Output, command: str, name: str, found: str
+) -> None:
+    (here / "file").touch()
+    more = {
+        "engine": ["--listen", "unix:socket"],
+        "export-checkpoint": ["--format", "gguf", "--to", "out"],
+        "generate": ["--bundle"],
+    }.get(command, [])
+    words = ["x", *more, name] if command == "generate" else [name, *more]
+    assert main([command, *words]) == ExitCode.BROKEN
+    assert capsys.readouterr().err.startswith(f"error: {found}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "found", "remedy"),
+    [
+        (["inspect", "nowhere"], "there is no folder nowhere", "check the path"),
+        (["gate"], "artifacts/verdict", "dvc repro"),
+        (["costs"], "no params.yaml", ""),
+        (["plan", "--params", "nowhere.yaml"], "nowhere.yaml", ""),
+        (["usage", "--from", "soon"], "soon", ""),
+        (["inspect"], "Missing argument", ""),
+        (["plan", "--nothing"], "--nothing", ""),
+        (["nothing"], "nothing", ""),
+        (["capacity", "--rate", "x"], "--rate", ""),
+        (["fleet", "status", "nowhere.yaml"], "nowhere.yaml", ""),
+    ],
+)
+def test_a_script_reads_errors_as_json_too(
+    here: Path, capsys: Output, words: list[str], found: str, remedy: str
+) -> None:
+    assert main([*words, "--json"]) == ExitCode.BROKEN
+    printed = capsys.readouterr()
+    error = json.loads(printed.out)["error"]
+    assert set(error) == {"found", "expected", "remedy"} and found in error["found"] and remedy in error["remedy"]
+    assert printed.err  # for who looks on
+    assert main(words) == ExitCode.BROKEN and not capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("number", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.ENOSPC, "disk space"), (errno.EACCES, "permissions")]
 )

@@ -24,7 +24,7 @@ from runtime.constraints import check as check_module
 from runtime.constraints import compiler as constraints
 from runtime.constraints import limits as constraint_limits
 from runtime.constraints.check import ConstraintChecker
-from runtime.constraints.compiler import ConstraintCompiler
+from runtime.constraints.compiler import ConstraintCompiler, Matcher
 from runtime.constraints.size import MOST_BYTES
 from runtime.engine.sampling import BatchSampler, SampledToken
 from runtime.wire.messages import Constraint, GenerateRequest, SamplingSettings
@@ -438,6 +438,36 @@ def test_a_bounded_text_runs_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None
     assert ended(bounded(len(text)), text) is None
     monkeypatch.setattr(constraint_limits, "STATES_PER_CHARACTER", 0)
     assert "too many states" in (ended(bounded(len(text) + 1), text) or "")
+
+
+WIDE = Constraint("regex", "(.*[ab]){6}.{20}x")  # other texts need other states
+
+
+def random_letters(matcher: Matcher, count: int, seed: int) -> list[int]:
+    """So many more tokens of a response."""
+    random, found = np.random.default_rng(seed), list[int]()
+    for _ in range(count):
+        token = tokenizer().token_to_id("abc"[random.integers(3)])
+        mask = matcher.mask([END])
+        assert matcher.error is None and mask[token >> 5] >> (token & 31) & 1
+        matcher.advance(token)
+        assert matcher.error is None
+        found.append(token)
+    return found
+
+
+def test_responses_do_not_use_up_the_room_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All responses of a constraint share the states of its lexer; once they were full, each later one ended."""
+    monkeypatch.setattr(constraint_limits, "STATES", 4000)
+    own = ConstraintCompiler(tokenizer().to_str(), V, [END])
+    first, calm = own.compile(WIDE), compiler().compile(WIDE)
+    said = random_letters(first, 60, seed=0)
+    for seed in range(1, 15):
+        random_letters(own.compile(WIDE), 60, seed)
+    said += random_letters(first, 60, seed=20)  # it goes on where it was
+    for token in said:
+        calm.advance(token)
+    assert first.mask([END]).tolist() == calm.mask([END]).tolist() and calm.error is None
 
 
 def test_responses_have_more_room_than_the_check() -> None:

@@ -549,3 +549,12 @@ def test_nothing_but_our_lines_is_printed(
     submit("one")
     promote(RECIPE)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_database_that_was_left_half_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by an interrupt while MLflow makes its tables, which takes seconds."""
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("CREATE TABLE _alembic_tmp_experiments (name TEXT)")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    with pytest.raises(RegistryError, match=r"(?s)is half made.*delete it if it is a new one"):
+        champion("nobody")

@@ -37,8 +37,8 @@ def test_rounding_errs_by_half_a_step_at_most(seed: int, fmt: Scheme) -> None:
     weight = weights(seed)
     linear = round_to_nearest(weight, fmt)
     step = np.repeat(np.abs(linear.scales), fmt.group_size, axis=1)
-    # One step where the far end of a full-range symmetric grid clips (-8..7), and where a zero point was rounded. The scale
-    # errs as many times as there are steps to that end, by half of the last of its 11 significant bits.
+    # One step where the far end of a full-range symmetric grid clips (-8..7), and where a zero point was rounded. There
+    # the error of the scale, half of the last of its 11 significant bits, counts once for each step.
     most = 1 + 2.0 ** (fmt.bits - 1 - 11)
     assert (np.abs(linear.dequantize() - weight) <= 1.001 * most * step).all()
     assert np.median(np.abs(linear.dequantize() - weight) / step) < 0.3

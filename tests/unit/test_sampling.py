@@ -115,6 +115,12 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     assert set(tokens(sampler, logits_of({3: 1.0, 4: 1.001}), 30)) == {4}
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
+def test_at_a_huge_temperature_tokens_are_alike(temperature: float) -> None:
+    sampler = sampler_of(request(sampling=settings_of(temperature=temperature)), vocab_size=4)
+    assert set(tokens(sampler, np.array([9.0, 0.0, -9.0, 3.0], np.float32), 100)) == {0, 1, 2, 3}
+
+
 def test_draws_follow_the_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
     sampler = sampler_of(request(sampling=settings_of(seed=3), max_new_tokens=20_000), vocab_size=4)
@@ -313,8 +319,8 @@ def test_a_request_that_excludes_every_token_fails_alone() -> None:
 
 
 def test_a_penalty_that_overflows_fails_alone() -> None:
-    extreme = request("a", prompt=(3,), sampling=SamplingSettings(repetition_penalty=1e-300))
-    failed, good = sampler_of(extreme, request("b")).choose(["a", "b"], np.ones((2, V), np.float32))
+    extreme = request("a", prompt=(3,), sampling=SamplingSettings(repetition_penalty=1e-9))
+    failed, good = sampler_of(extreme, request("b")).choose(["a", "b"], np.full((2, V), 1e30, np.float32))
     assert failed.error and good.error is None
 
 
@@ -365,6 +371,8 @@ def test_logits_are_not_changed_and_may_be_read_only() -> None:
         ("top_p", 1.1),
         ("min_p", 2.0),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e300),
         ("presence_penalty", float("nan")),
         ("seed", -1),
     ],

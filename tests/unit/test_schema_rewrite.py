@@ -20,7 +20,7 @@ from runtime.wire.messages import Constraint
 from tapeout.errors import RequestError
 from tests.unit.test_constraints import END, compiler, tokenizer
 
-NAMES = ("a", "b", "c")
+NAMES = ("a", "b", "")
 SCALARS = (None, True, False, 0, 1, 2, 1.5, -3, "", "a", "b", "ab", "abc")
 
 
@@ -197,6 +197,7 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{}, {"b": 1, "a": 1}],
         [{"c": 1}, {"a": "x"}],
     ),
+    "propertyNames, none": ({"type": "object", "propertyNames": {"enum": [1]}}, [{}], [{"": 1}, {"a": 1}, {"1": 1}]),
     "minProperties": (PAIR | {"minProperties": 1}, [{"b": 1}, {"x": 1}], [{}]),
     "maxProperties": (PAIR | {"maxProperties": 1}, [{"b": 1}, {"x": 1}, {}], [{"a": 1, "b": 1}, {"b": 1, "x": 1}]),
     "overlapping patterns of one schema": (

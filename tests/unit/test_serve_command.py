@@ -11,6 +11,7 @@ import pytest
 from engines.bundle import EngineBundle
 from evals.check import Outcome
 from pipeline.cli import engine
+from pipeline.cli.main import main
 from pipeline.cli.serve import find_challenger, parse_bytes, parse_snapshots, require_judged
 from pipeline.cli.serve_options import ApprovalOptions, EngineOptions
 from pipeline.registry import serving
@@ -22,7 +23,7 @@ from pipeline.registry.register import register
 from runtime.gateway.http.listen import ServeError, listen
 from runtime.wire.start import Start
 from tapeout import artifact
-from tapeout.errors import ArtifactError, RegistryError
+from tapeout.errors import ArtifactError, ExitCode, RegistryError
 from tests import judged
 from tests.registries import empty_registry
 
@@ -110,6 +111,33 @@ def test_the_challenger_of_a_registry(tmp_path: Path, monkeypatch: pytest.Monkey
             assert artifact.load(find_challenger(source, Requirements())[0], EngineBundle).digest == bundle.digest
     with pytest.raises(RegistryError, match="judged FAIL"):
         find_challenger(source, Requirements())
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "engine"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--port", "99999"), ("--port", "-1"), ("--threads", "-1"), ("--slots", "0"), ("--max-waiting", "-1")),
+        *(("--queue-seconds", "-1"), ("--request-seconds", "-0.5"), ("--drain-seconds", "-1")),
+        *(("--follow-seconds", "-1"), ("--traffic-share", "1.5"), ("--share", "-0.1"), ("--shadow-threads", "0")),
+        *(("--api-key", ""), ("--api-key", " "), ("--api-key", "key\n"), ("--served-model-name", "")),
+    ],
+)  # fmt: skip
+def test_options_beyond_what_they_mean_are_refused(
+    command: str,
+    option: str,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before anything is opened. An empty key is what a variable of a shell leaves that is not set."""
+    monkeypatch.chdir(tmp_path)
+    words = [command, "nowhere", option, value, *(["--listen", "unix:socket"] if command == "engine" else [])]
+    assert main(words) == ExitCode.BROKEN
+    said = capsys.readouterr().err
+    assert option in said and ("Invalid value" in said or "No such option" in said)
+    assert "Invalid value" in said or command != "serve"
 
 
 def test_the_address_is_taken_at_once() -> None:

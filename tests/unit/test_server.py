@@ -18,8 +18,10 @@ from runtime.gateway.engines.unread import UnreadLimits
 from runtime.gateway.http.requests import ServerLimits
 from runtime.gateway.protocol.calls import Call, Hook
 from runtime.gateway.protocol.errors import ApiError
+from runtime.gateway.text.model import TextModel
 from runtime.gateway.text.stops import StopMatcher
 from runtime.wire.limits import Limits
+from tapeout.errors import RequestError
 from tests.http_server import END, END_TOKEN, MODEL, START, VOCAB, Served, byte_tokenizer, ids, serving
 from tests.serving_client import SlowEngine
 from tests.waiting import wait_for
@@ -360,13 +362,52 @@ def test_events_of_a_response(server: Served) -> None:
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "response_format"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text"),
+        ({"input": []}, "input"),
+        ({"input": "x", "max_output_tokens": 10**6}, "input"),
         ({"input": "x", "temperature": -1}, "temperature"),
     ],
 )
 def test_a_bad_response_body_is_refused(server: Served, body: Any, param: str) -> None:
     answer = server.post("/v1/responses", body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        ("completions", {"prompt": "x", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("completions", {"prompt": "x", "guided_grammar": "a"}, "guided_grammar"),
+        ("chat/completions", {"messages": TALK, "guided_choice": ["a"]}, "guided_choice"),
+        (
+            "chat/completions",
+            {
+                "messages": TALK,
+                "response_format": {"type": "text"},
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "text"),
+    ],
+)
+def test_a_constraint_that_cannot_be_compiled_is_refused_with_its_field(
+    server: Served, path: str, body: Any, param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any) -> None:
+        raise RequestError("a bad constraint", expected="a good one")
+
+    monkeypatch.setattr(TextModel, "require_constraint", refuse)
+    answer = server.post(f"/v1/{path}", body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"] == {
+        "message": "a bad constraint; expected: a good one",
+        "type": "invalid_request_error",
+        "param": param,
+        "code": None,
+    }
 
 
 # Special tokens in users' text
@@ -528,13 +569,13 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     ("completions", {"prompt": {"text": "x"}}, "prompt"),
     ("completions", {"prompt": "x" * 1000}, "prompt"),
     ("chat/completions", {}, "messages"),
-    ("chat/completions", {"messages": []}, None),
+    ("chat/completions", {"messages": []}, "messages"),
     ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "messages"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ("chat/completions", {"messages": TALK, "max_tokens": 0}, "max_tokens"),
     ("chat/completions", {"messages": TALK, "max_tokens": 100_000}, "messages"),
     ("chat/completions", {"messages": TALK, "top_logprobs": 3}, "top_logprobs"),
-    ("chat/completions", {"messages": TALK, "logprobs": True, "top_logprobs": 999}, "logprobs"),
+    ("chat/completions", {"messages": TALK, "logprobs": True, "top_logprobs": 999}, "top_logprobs"),
     ("chat/completions", {"messages": TALK, "functions": []}, "functions"),
     ("chat/completions", {"messages": TALK, "tool_choice": "required"}, "tool_choice"),
     ("chat/completions", {"messages": TALK, "chat_template": "{{ 1 }}"}, "chat_template"),

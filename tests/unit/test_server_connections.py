@@ -179,6 +179,62 @@ def test_headers_without_an_end_are_refused(site: Site) -> None:
         assert b" 431 " in answered(connection)
 
 
+@pytest.mark.parametrize("part", ["path", "name", "value"])
+def test_long_headers_that_come_at_once_are_refused(site: Site, part: str) -> None:
+    parts = {"path": "/version?", "name": "X-Long", "value": "x"}
+    parts[part] += "x" * LIMITS.header_bytes
+    with site.connect() as connection:
+        connection.sendall("GET {path} HTTP/1.1\r\nHost: x\r\n{name}: {value}\r\n\r\n".format(**parts).encode())
+        assert answered(connection).startswith(b"HTTP/1.1 431 ")
+
+
+UPGRADES = [
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n",
+    b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n",
+    b"Upgrade: TLS/1.0\r\nConnection: upgrade\r\n",
+]
+
+
+@pytest.mark.parametrize("asked", UPGRADES)
+@pytest.mark.parametrize("cut", [1, 7, 60, 10_000])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_that_asks_for_another_protocol_keeps_its_body(
+    site: Site, asked: bytes, cut: int, chunked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the first request of Java's client does, however it is cut, and so does the request behind it."""
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    length = b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(body)
+    sent = BEGUN + b"Authorization: Bearer secret\r\n" + asked + length + b"\r\n"
+    sent += b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    before = site.counted()
+    with site.connect() as connection:
+        for begin in range(0, len(sent), cut):
+            connection.sendall(sent[begin : begin + cut])
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert json.loads(answer.read())["choices"], answer.status
+        connection.sendall(WHOLE)
+        assert b" 200 " in connection.recv(1 << 16)
+    row = ("/v1/completions", "POST", "2xx")
+    assert site.counted()[row] == before.get(row, 0) + 1
+    assert not caplog.records
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(site: Site) -> None:
+    """It takes a body for what comes until the connection is closed."""
+    body = json.dumps({"prompt": "x", "max_tokens": 3, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nAuthorization: Bearer secret\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with site.connect() as connection:
+        connection.sendall(head + body)
+        answer = answered(connection)
+    begun, _, said = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in begun.lower() and b"connection: close" in begun.lower()
+    assert said.startswith(b"data: {") and said.endswith(b"data: [DONE]\n\n") and b"\r\n" not in said
+    with site.connect() as connection:
+        connection.sendall(b"GET /version HTTP/1.0\r\nAuthorization: Bearer secret\r\n\r\n")
+        assert b"content-length:" in answered(connection)
+
+
 @pytest.mark.parametrize("sent", [b"X-Name: value\r\n", b"x" * 50])
 def test_headers_behind_a_body_without_an_end_are_cut_off(site: Site, sent: bytes) -> None:
     """Long before the body's time is over."""

@@ -34,7 +34,7 @@ PLAUSIBLE: dict[str, Any] = {
     "top_k": st.integers(-1, 300),
     "min_p": st.floats(0, 1),
     "seed": st.integers(-5, 2**63),
-    "repetition_penalty": st.floats(0.1, 3),
+    "repetition_penalty": st.one_of(st.floats(0.1, 3), st.sampled_from([1e-300, 1e-9, 1e9, 1e300])),
     "presence_penalty": st.floats(-2, 2),
     "frequency_penalty": st.floats(-2, 2),
     "logit_bias": st.dictionaries(st.integers(-1, VOCAB).map(str), st.floats(-100, 100), max_size=3),
@@ -50,11 +50,12 @@ PLAUSIBLE: dict[str, Any] = {
     "tools": st.sampled_from([[], [{"type": "function", "function": {"name": "f"}}], [{"type": "other"}]]),
     "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}]),
     "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}, {"type": "json_schema"}]),
+    "chat_template_kwargs": st.dictionaries(st.sampled_from(["self", "messages", "bos_token", "a", ""]), JSON),
 }  # fmt: skip
 PROMPTS = st.one_of(
     st.text(max_size=20),
     st.lists(st.text(max_size=5), max_size=3),
-    st.lists(st.integers(-1, VOCAB), max_size=9),
+    st.lists(st.integers(-1, VOCAB) | NUMBERS, max_size=9),
     st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), max_size=3),
     JSON,
 )
@@ -62,7 +63,7 @@ MESSAGES = st.one_of(
     st.lists(
         st.fixed_dictionaries(
             {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"])},
-            optional={"content": st.one_of(st.text(max_size=9), JSON), "tool_calls": JSON, "name": JSON},
+            optional={"content": st.one_of(st.text(max_size=9), JSON), "tool_calls": JSON, "name": JSON, "other": JSON},
         ),
         max_size=3,
     ),
@@ -94,6 +95,32 @@ def check(server: Served, path: str, body: Any) -> None:
         assert answer.status_code in (400, 404), (answer.status_code, answer.text)
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert server.settled()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [10**30]}),
+        ("/v1/completions", {"prompt": [[1], [-(10**30)]]}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "repetition_penalty": 1e-300}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "other": 10**30}], "max_tokens": 1}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 2**64}]}], "max_tokens": 1},
+        ),
+        ("/tokenize", {"messages": [{"role": "assistant", "content": "a", "other": [-(10**30)]}]}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "max_tokens": 1,
+                "chat_template_kwargs": {"self": 1, "variables": 2, "tools_": 3},
+            },
+        ),
+    ],
+)
+def test_values_that_no_type_of_a_library_holds(server: Served, path: str, body: Any) -> None:
+    check(server, path, body)
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -28,7 +28,7 @@ from runtime.gateway.text.tools import (
     required_call,
 )
 from tests.http_server import END_TOKEN, MODEL, VOCAB, Served, byte_tokenizer, ids, serving
-from tests.serving_client import ScriptEngine
+from tests.serving_client import ScriptEngine, SlowEngine
 from tests.unit.test_schema_rewrite import accepts
 
 WEATHER: Any = {
@@ -404,6 +404,33 @@ def test_a_conversation_goes_on_whatever_an_earlier_call_holds(server: Served, a
     assert answer.status_code == 200, answer.text
     said = server.service.text.decode(answer.json()["tokens"])
     assert f'<tool_call>{{"name": "f", "arguments": {rendered}}}</tool_call>' in said
+
+
+ONE_CALL = """{% for message in messages %}{% if message.tool_calls %}{% if message.tool_calls | length != 1 %}
+{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}
+<{{ message.content }}{{ message.tool_calls[0].function | tojson }}>{% else %}<{{ message.content }}>{% endif %}
+{% endfor %}{% if tools %}"parameters"{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    "ids_of_results", ["ab", "ba", "a", "", "abb", "bax", [None, None], ["a", None], [None, None, None]]
+)
+def test_several_calls_go_to_a_template_that_renders_one(ids_of_results: Sequence[str | None]) -> None:
+    """As Llama 3's does, which refuses the conversation else: with all later turns."""
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "ab"]
+    results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in ids_of_results]
+    said = {"role": "assistant", "content": "Both.", "tool_calls": calls}
+    messages = [{"role": "user", "content": "u"}, said, *results, {"role": "user", "content": "v"}]
+    with serving(SlowEngine(VOCAB, slots=2, max_tokens=64), template=ONE_CALL) as served:
+        answer = served.post("/tokenize", {"messages": messages})
+        assert answer.status_code == 200, answer.text
+        text = served.service.text.decode(answer.json()["tokens"])
+    first, second = text.index('<Both.{"name": "a"'), text.index('<{"name": "b"')
+    assert text.startswith("<u>") and first < second and text.rstrip().endswith("<v>")
+    for result in results:
+        assert text.count(result["content"]) == ids_of_results.count(result["tool_call_id"])
+    if set(ids_of_results) >= {"a", "b"}:
+        assert first < text.index("<of a>") < second < text.index("<of b>")
 
 
 def test_ids_of_calls_are_as_mistral_templates_want_them() -> None:

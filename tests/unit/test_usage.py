@@ -366,3 +366,17 @@ def test_sums_by_day_key_and_model_are_exported(
     assert main(["usage", "--from", "yesterday"]) == 2
     assert main(["usage", "--database", f"sqlite:///{tmp_path}/none.db"]) == 2
     assert not (tmp_path / "none.db").exists()
+
+
+@pytest.mark.parametrize("content", [b"this is a text, and longer than the head of a database", b"", None])
+def test_what_holds_no_usage_records_is_no_fault_of_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    """A file that is no database, one without tables, and a server that does not answer."""
+    url = "postgresql+psycopg://nobody@127.0.0.1:1/none"
+    if content is not None:
+        (tmp_path / "usage.db").write_bytes(content)
+        url = f"sqlite:///{tmp_path}/usage.db"
+    assert main(["usage", "--database", url]) == 2
+    said = capsys.readouterr().err
+    assert "the usage records cannot be read: " in said and "correct the URL" in said and "SELECT" not in said

@@ -96,6 +96,23 @@ def test_a_flow_mapping_in_several_lines_keeps_its_comments(
     assert edited(text, {"plan": changes}) == text.replace(before, after)
 
 
+@pytest.mark.parametrize("scalar", ["|", "|-", "|+", ">", "|2", "!!str |", "&a >-"])
+@pytest.mark.parametrize("note", ["", "   # of the value"])
+@pytest.mark.parametrize("content", ["text", "text  # text\n    more\n\n    end"])
+@pytest.mark.parametrize("behind", ["", "# behind\n", "\n\n# behind\n", "  b: 1\n", "# behind\n  b: 1\n", "c: 2\n"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n"], ids=["unix", "windows"])
+def test_a_block_of_text_is_replaced_alone(scalar: str, note: str, content: str, behind: str, ends: str) -> None:
+    """What the parser calls its end lies at the line behind it."""
+    text = f"m:\n  a: {scalar}{note}\n    {content}\n{behind}".replace("\n", ends)
+    assert edited(text, {"m": {"a": "v"}}) == f"m:\n  a: v{note}\n{behind}".replace("\n", ends)
+
+
+def test_a_key_is_inserted_behind_a_block_of_text() -> None:
+    text = "m:\n  a: |\n    text\n# of n\nn: 1\n"
+    assert edited(text, {"m": {"b": 1}}) == text.replace("text\n", "text\n  b: 1\n")
+    assert edited(text, {"m": {"a": [{"x": 1}]}}) == "m:\n  a:\n    - {x: 1}\n# of n\nn: 1\n"
+
+
 def test_line_breaks_of_both_kinds_stay() -> None:
     text = "a: 1\r\nb: 2 # two\nc:\r\n  d: 3\r\n"
     assert edited(text, {"b": 5, "c": {"e": 4}}) == "a: 1\r\nb: 5 # two\nc:\r\n  d: 3\r\n  e: 4\r\n"

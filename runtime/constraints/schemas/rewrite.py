@@ -159,29 +159,29 @@ class _Rewriter:
         return [value for name in sorted(facts.types) for value in few[name]] if facts.types <= few.keys() else None
 
     def _property_names(self, schema: dict[str, Any]) -> list[Any]:
-        pattern = self._name_pattern(schema["propertyNames"])
-        if pattern is None:
+        patterns = self._name_patterns(schema["propertyNames"])
+        if patterns is None:
             return []
         if schema.get("patternProperties"):
             raise refusal("propertyNames", "beside `patternProperties`")
-        return [{"patternProperties": {pattern: True}, "additionalProperties": False}]
+        return [{"patternProperties": dict.fromkeys(patterns, True), "additionalProperties": False}]
 
-    def _name_pattern(self, names: Any) -> str | None:
-        """What all names must match; None for any name."""
+    def _name_patterns(self, names: Any) -> list[str] | None:
+        """One of them must match each name; None for any name, and no pattern where no name is allowed."""
         if isinstance(names, dict) and "$ref" in names and len(names) == 1:
-            return self._name_pattern(target(names["$ref"], self._definitions))
+            return self._name_patterns(target(names["$ref"], self._definitions))
         facts = Facts.of([names], self._definitions)
         if "string" not in facts.types:
-            return one_of_texts([])
+            return []
         keywords = names.keys() - {"type"} if isinstance(names, dict) else set[str]()
         if not keywords:
             return None
         if keywords <= {"const", "enum"}:
-            return one_of_texts([value for value in values_of(names) or [] if isinstance(value, str)])
+            return [one_of_texts([value for value in values_of(names) or [] if isinstance(value, str)])]
         if keywords == {"pattern"}:
-            return names["pattern"]
+            return [names["pattern"]]
         if keywords <= {"minLength", "maxLength"}:
-            return f"^(?s:.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}})$"
+            return [f"^(?s:.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}})$"]
         raise refusal("propertyNames", f"with {' and '.join(f'`{keyword}`' for keyword in sorted(keywords))}")
 
     def _with_counts(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:

@@ -19,10 +19,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import orjson
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from runtime.gateway.accounts.redaction import find_redactors, redact_all
 from runtime.gateway.accounts.salt import kept_salt
@@ -95,7 +95,7 @@ class TrafficLog(Hook, Collector):
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
-                self._write(orjson.dumps(self._redacted(call)))
+                self._write(to_json(self._redacted(call), inf_nan_mode="null"))
             except OSError as error:
                 self.dropped += 1
                 if not self._failed:

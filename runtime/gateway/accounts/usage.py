@@ -428,8 +428,11 @@ def totals(engine: Engine, table: Table) -> dict[str, int]:
 
 
 def sums(url: str, since: date | None = None, until: date | None = None) -> list[UsageSum]:
-    """Of the requests that started from ``since`` on and before ``until`` (UTC)."""
+    """Of the requests that started from ``since`` on and before ``until`` (UTC). :class:`UsageError` for a database
+    that does not answer, or is none of usage records.
+    """
     import sqlalchemy as sa
+    from sqlalchemy import exc
 
     engine, table = connect(url)
     by = [table.c[name] for name in ("day", "key", "tenant", "model")]
@@ -442,6 +445,13 @@ def sums(url: str, since: date | None = None, until: date | None = None) -> list
     try:
         with engine.connect() as connection:
             rows = [dict(row) for row in connection.execute(query).mappings()]
+    except exc.SQLAlchemyError as error:
+        cause = one_line(getattr(error, "orig", None) or error)  # without the statement
+        raise UsageError(
+            f"the usage records cannot be read: {cause}",
+            expected="the database of a server's usage records, which answers and lets this user read",
+            remedy="correct the URL, or start the database",
+        ) from error
     finally:
         engine.dispose()
     # Some databases sum to decimal numbers.

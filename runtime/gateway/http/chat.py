@@ -19,6 +19,7 @@ from runtime.gateway.http.requests import (
     constraint_of,
     most_tokens,
     new_tokens,
+    require_constraint,
     session_of,
     truncated,
 )
@@ -86,7 +87,7 @@ async def begin_chat(
         session=session,
     )
     if constraint is not None:
-        await model.require_constraint(constraint)
+        await require_constraint(model, body, constraint)
     choices = choices_of(
         body,
         call,

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import orjson
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +19,7 @@ from runtime.gateway.http.requests import (
     constraint_of,
     most_tokens,
     new_tokens,
+    require_constraint,
     session_of,
     truncated,
 )
@@ -39,7 +40,7 @@ async def completions(service: Service, request: Request) -> Response:
     service.require_model(body.model)
     body.refuse_unsupported()
     session = session_of(body, request.headers)
-    opening = session.encode("utf-8", "surrogatepass") or orjson.dumps(body.prompt)
+    opening = session.encode("utf-8", "surrogatepass") or to_json(body.prompt)
     model, info, (texts, prompts) = await service.encoded(
         opening, lambda model, info: _prompts(body, model, most_tokens(body, info))
     )
@@ -58,7 +59,7 @@ async def completions(service: Service, request: Request) -> Response:
     )
     constraint = constraint_of(body)
     if constraint is not None:
-        await model.require_constraint(constraint)
+        await require_constraint(model, body, constraint)
     echoed = body.logprobs if body.echo else None
     asked = [count for count in (echoed, body.prompt_logprobs) if count is not None]
     choices = choices_of(

@@ -14,15 +14,18 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
+import httptools
 import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from runtime.gateway.protocol.errors import RETRY_SECONDS, ApiError
 
 MOST_FILES = 1 << 16  # that a server asks for: no more connections are of use
 OTHER_FILES = 256  # that are no connections: the bundle, the engine's process, logs and databases
 FEW_CONNECTIONS = 1024
+UPGRADE_HEADERS = (b"upgrade", b"http2-settings")  # and names in "connection"
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,16 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unused_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if self.transport.is_closing():
             return
         if self._unused_bytes > self._limits.header_bytes:
             if self._in_headers:
-                self._refuse(431, f"the headers have more than {self._limits.header_bytes} bytes")
+                self._refuse_headers()
                 return
             if self._in_body:  # headers behind a body that comes in chunks: nobody reads them, and they are kept
                 self.transport.abort()
@@ -119,17 +126,26 @@ class _Connection(HttpToolsProtocol):
         super().on_url(url if url.isascii() else quote(url, safe=bytes(range(128))).encode())
 
     def on_headers_complete(self) -> None:
+        if self._asks_for_upgrade:
+            return
         self._in_headers, self._in_body, self._unused_bytes = False, True, 0
         self._forget_headers()
-        super().on_headers_complete()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self._limits.header_bytes:
+            self._refuse_headers()
+        else:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._unused_bytes = 0
-        super().on_body(body)
+        if not self.transport.is_closing():
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._asks_for_upgrade:
+            return
         self._in_body = False
-        super().on_message_complete()
+        if not self.transport.is_closing():
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -140,6 +156,39 @@ class _Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, f"this is no HTTP request: {msg}")
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] < "1.1" else app)
+
+    def _parse(self, data: bytes) -> None:
+        """No other protocol is spoken here: a request that asks for one is read again without that.
+
+        The parser takes what follows its headers for the other protocol. Java's client asks for HTTP/2 with each first
+        request of a connection, and its body would be lost.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._asks_for_upgrade:
+                    return
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+
+    @property
+    def _asks_for_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [b" ".join([self.parser.get_method(), self.url, b"HTTP/1.1"])]
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [part for part in value.split(b",") if part.strip().lower() not in UPGRADE_HEADERS]
+                lines.append(b"connection: " + b",".join(kept))
+            elif name not in UPGRADE_HEADERS:
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
 
     @property
     def _unoccupied(self) -> bool:
@@ -165,6 +214,9 @@ class _Connection(HttpToolsProtocol):
             self._refuse(408, f"the headers did not arrive within {seconds:g} seconds", "timeout")
         else:
             self._close()
+
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"the headers have more than {self._limits.header_bytes} bytes")
 
     def _refuse(self, status: int, message: str, code: str | None = None) -> None:
         """Answer, and close the connection."""
@@ -201,3 +253,27 @@ class _Connection(HttpToolsProtocol):
             self._late = again
         else:
             self._unread = again
+
+
+def _without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+    """HTTP/1.0 knows no chunks: a body whose length is not known ends with the connection, which such a client expects.
+
+    uvicorn would send chunks.
+    """
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        unknown = False
+
+        async def send_whole(message: Message) -> None:
+            nonlocal unknown
+            if message["type"] == "http.response.start":
+                unknown = all(name.lower() != b"content-length" for name, _ in message.get("headers", []))
+                if unknown:
+                    cycle.chunked_encoding = False
+            elif unknown:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_whole)
+
+    return call

@@ -10,12 +10,12 @@ from hashlib import blake2b
 from typing import Any
 
 from runtime.gateway.http.generation import ResponseChoice
-from runtime.gateway.protocol.bodies import SESSION_CHARACTERS, GenerationBody, StructuredOutputs
+from runtime.gateway.protocol.bodies import SESSION_CHARACTERS, ChatBody, GenerationBody, StructuredOutputs
 from runtime.gateway.protocol.calls import Call, Caller
-from runtime.gateway.protocol.errors import invalid
+from runtime.gateway.protocol.errors import MESSAGE_CHARACTERS, invalid
 from runtime.gateway.text.model import ResponseText, TextModel
 from runtime.wire.messages import Constraint, EngineInfo, GenerateRequest, SamplingSettings
-from tapeout.errors import RequestError
+from tapeout.errors import RequestError, one_line
 
 SEEDS = 1 << 64
 SESSION_ID = "x-session-id"
@@ -98,7 +98,8 @@ def choices_of(
     """``n`` choices for each prompt of the call; the index of a choice is its own plus n times that of its prompt."""
     if call.choices > limits.choices:
         raise invalid(f"{call.choices} choices; expected: at most {limits.choices} for all prompts together", "n")
-    for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+    asked = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+    for name, count in ((asked, logprobs), ("prompt_logprobs", prompt_logprobs)):
         if count is not None and count > limits.logprobs:
             raise invalid(f"{name} is {count}; expected: at most {limits.logprobs}", name)
     minimum = body.min_tokens or 0
@@ -155,6 +156,23 @@ def session_of(body: GenerationBody, headers: Mapping[str, str]) -> str:
 
 def constraint_of(body: GenerationBody) -> Constraint | None:
     """What the response must match; of ``response_format`` and the structured outputs at most one may be given."""
+    given = _given_constraints(body)
+    if len(given) > 1:
+        raise invalid(f"{' and '.join(name for name, _ in given)} are given; expected: one of them", given[1][0])
+    return given[0][1] if given else None
+
+
+async def require_constraint(model: TextModel, body: GenerationBody, constraint: Constraint) -> None:
+    """:class:`ApiError` for a constraint that cannot be compiled, with its field: where no other has one, tools do."""
+    try:
+        await model.require_constraint(constraint)
+    except RequestError as error:
+        field = next((name for name, _ in _given_constraints(body)), "tools")
+        raise invalid(one_line(error, MESSAGE_CHARACTERS), field) from error
+
+
+def _given_constraints(body: GenerationBody) -> list[tuple[str, Constraint]]:
+    """With the names of their fields."""
     found = [
         ("response_format", _response_format(body)),
         ("structured_outputs", None if body.structured_outputs is None else _structured(body.structured_outputs)),
@@ -163,10 +181,7 @@ def constraint_of(body: GenerationBody) -> Constraint | None:
         ("guided_choice", None if body.guided_choice is None else _choice(body.guided_choice, "guided_choice")),
         ("guided_grammar", None if body.guided_grammar is None else Constraint("grammar", body.guided_grammar)),
     ]
-    given = [(name, constraint) for name, constraint in found if constraint is not None]
-    if len(given) > 1:
-        raise invalid(f"{' and '.join(name for name, _ in given)} are given; expected: one of them", given[1][0])
-    return given[0][1] if given else None
+    return [(name, constraint) for name, constraint in found if constraint is not None]
 
 
 def _response_format(body: GenerationBody) -> Constraint | None:

@@ -30,11 +30,12 @@ from runtime.gateway.protocol.bodies import (
     parse,
 )
 from runtime.gateway.protocol.calls import Call
-from runtime.gateway.protocol.errors import invalid
+from runtime.gateway.protocol.errors import ApiError, invalid
 from runtime.gateway.text.calls import Read, ToolReader
 from runtime.gateway.text.tools import reader
 
 Kind = Literal["message", "reasoning"]  # of items of the output
+FIELDS = {"messages": "input", "response_format": "text"}  # of a chat, and what they are here
 
 
 class InputItem(Body):
@@ -124,7 +125,11 @@ async def responses(service: Service, request: Request) -> Response:
     service.require_open()
     body = parse(ResponsesBody, await read_body(request, service.limits.body_bytes, service.limits.body_seconds))
     chat = body.chat()
-    call, model, chunks = await begin_chat(service, request, chat, "resp")
+    try:
+        call, model, chunks = await begin_chat(service, request, chat, "resp")
+    except ApiError as error:
+        error.param = FIELDS.get(error.param or "", error.param)
+        raise
     constrained = constraint_of(chat) is not None  # not by a format that says "text"
     writer = _ResponseWriter(body, call, reader(model.tool_format, tools=False, constrained=constrained))
     if not body.stream:

@@ -61,7 +61,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text. It already holds every special token: encode it with ``add_special_tokens=False``.
 
@@ -72,11 +72,14 @@ class ChatTemplate:
             raise RequestError("the conversation is empty", expected="at least one message")
         try:
             return self._template.render(
-                messages=_plain(messages),
-                tools=None if tools is None else _plain(tools),
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **(self.special_tokens | _plain(variables)),
+                self.special_tokens
+                | _plain(variables or {})
+                | {
+                    "messages": _plain(messages),
+                    "tools": None if tools is None else _plain(tools),
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             # A template is a program: any error in it is about these messages and this template.

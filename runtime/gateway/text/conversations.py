@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import orjson
+from pydantic_core import to_json
 
 from runtime.gateway.protocol.bodies import Message, Tool
-from runtime.gateway.protocol.errors import invalid
+from runtime.gateway.protocol.errors import MESSAGE_CHARACTERS, invalid
 from runtime.gateway.text.call_text import parsed_json
 from runtime.gateway.text.harmony import EFFORTS, FINAL
 from runtime.gateway.text.model import TextModel
 from runtime.gateway.text.tools import ToolFormat
+from tapeout.errors import RequestError, one_line
 
 
 async def encode_chat(
@@ -44,17 +46,60 @@ async def encode_chat(
     mark = None if parse_special else _unused(json.dumps([given, shown, values], ensure_ascii=False))
     if mark is not None:
         given, shown, values = (model.mark_special(value, mark) for value in (given, shown, values))
-    text = model.template.render(given, tools=shown, add_generation_prompt=add_generation_prompt is not False, **values)
-    if answer_follows and model.tool_format == "harmony" and add_generation_prompt is not False:
+    begins = add_generation_prompt is not False
+    render = partial(model.template.render, tools=shown, add_generation_prompt=begins, variables=values)
+    try:
+        try:
+            text = render(given)
+        except RequestError:
+            single = one_call_each(given)
+            if single == given:
+                raise
+            text = render(single)
+    except RequestError as error:
+        raise invalid(one_line(error, MESSAGE_CHARACTERS), "messages") from error
+    if answer_follows and model.tool_format == "harmony" and begins:
         text += FINAL
     (tokens,) = await model.encode([text], add_special_tokens=False, most_tokens=most_tokens, cut=mark)
     return tokens
 
 
+def one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A message for each call, and its results behind it: templates such as Llama 3's refuse several in one.
+
+    Results belong to the call of their id, and without one to the calls in order; what is left over follows the last.
+
+    >>> calls = [{"id": name, "function": {"name": name}} for name in "ab"]
+    >>> results = [{"role": "tool", "tool_call_id": name, "content": name} for name in "ba"]
+    >>> found = one_call_each([{"role": "assistant", "content": "Both.", "tool_calls": calls}, *results])
+    >>> [message["tool_calls"][0]["id"] if "tool_calls" in message else message["content"] for message in found]
+    ['a', 'a', 'b', 'b']
+    """
+    found: list[Mapping[str, Any]] = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls: Sequence[Any] = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        end = next((place for place, later in enumerate(rest) if later["role"] != "tool"), len(rest))
+        results, rest = rest[:end], rest[end:]
+        for place, call in enumerate(calls):
+            found.append({**message, "tool_calls": [call]} | ({"content": ""} if place else {}))
+            own = [result for result in results if call["id"] and result.get("tool_call_id") == call["id"]]
+            if not own:
+                own = [result for result in results if not result.get("tool_call_id")][:1]
+            results = [result for result in results if not any(result is one for one in own)]
+            found += own
+        found += results
+    return found
+
+
 def opening_of(messages: Sequence[Message]) -> bytes:
     """What all turns of a conversation share: its messages up to the first of the user."""
     first = next((place for place, message in enumerate(messages) if message.role == "user"), len(messages) - 1)
-    return orjson.dumps([message.model_dump(mode="json", exclude_none=True) for message in messages[: first + 1]])
+    return to_json([message.model_dump(mode="json", exclude_none=True) for message in messages[: first + 1]])
 
 
 def _unused(text: str) -> str:
