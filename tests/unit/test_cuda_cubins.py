@@ -44,7 +44,7 @@ ROWS = {
         ("rotary_cache_Int8", "rotary_cache_Fp8", "rotary_cache_Half", "gated_rows", "argmax_parts"),
         (256, 4),
     ),
-    **dict.fromkeys(("quantize_rows", "gated_codes"), (256, 4)),
+    **dict.fromkeys(("quantize_rows", "gated_codes", "finite_rows"), (256, 4)),
     **dict.fromkeys(("choose_rows", "norm_rows"), (512, 2)),
 }
 LIMITS = FEW | WIDE | PARTS | PROMPTS | ROWS
@@ -188,6 +188,7 @@ def test_a_bundle_gets_the_kernels_that_it_selects(tmp_path: Path, monkeypatch: 
     always = {
         "argmax_parts",
         "choose_rows",
+        "finite_rows",
         "gated_codes",
         "gated_rows",
         "norm_rows",

@@ -150,6 +150,41 @@ def test_weights_beyond_half_are_refused_by_name(tmp_path: Path) -> None:
           slots=1, kv_scales={}, parents={})  # fmt: skip
 
 
+def largest_inputs(folder: Path, tokens: Sequence[int]) -> FloatArray:
+    """Of the first down projection, by token, each in a sequence of its own."""
+    probe, found = open_probe(small_bundle(folder, cache="float"), folder, threads=1), list[float]()
+    for token in tokens:
+        _, linears = probe([token])
+        gate, up = (linears[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+        found.append(float(np.abs(gate / (1 + np.exp(-gate)) * up).max()))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("cache", ["int8", "fp8", "float"])
+def test_a_token_beyond_half_is_an_error_of_its_sequence(tmp_path: Path, cache: str) -> None:
+    """Also one whose logits nobody wants, over caches of codes, which keep no NaN: what follows it would be wrong."""
+    tokens = words(40)
+    inputs = largest_inputs(tmp_path / "probed", tokens)
+    worst = tokens[int(inputs.argmax())]
+    others = [token for token, largest in zip(tokens, inputs, strict=False) if largest < 0.4 * inputs.max()]
+    factor = 65504 / (0.8 * float(inputs.max()))  # so the others stay in the range
+    with closing(load(small_bundle(tmp_path / "bundle", cache=cache, larger=factor).folder)) as engine:
+        (alone,) = logits_of(engine.step([Entry(others, 0, blocks(0), "logits")]))
+        long = Entry([worst, *others[:9]], 0, blocks(1))
+        for entry in (
+            *(long, long._replace(positions=[]), long._replace(wanted="logits")),
+            *(long._replace(wanted="top", top=3, positions=[3, 4]), long._replace(wanted="logits", positions=[0])),
+        ):
+            results = engine.step([entry, Entry(others, 0, blocks(0), "logits")])
+            assert results[0].error and "within the range of float16" in results[0].error.expected
+            np.testing.assert_array_equal(logits_of(results[1:])[0], alone)
+        one = [Entry([token], 0, blocks(2 + n), "token", []) for n, token in enumerate((others[0], worst))]
+        results = engine.step(one)  # of one token each, and no results: not a graph's
+        assert results[0].error is None and results[1].error
+        results = engine.step([entry._replace(positions=None) for entry in one])
+        assert results[0].error is None and results[1].error
+
+
 def test_a_plan_costs_no_more_quality_than_on_a_cpu(tmp_path: Path) -> None:
     """KL against the float engine of the checkpoint, of the same plan on both targets."""
     tokens, found = words(100, 8), dict[str, FloatArray]()
@@ -188,12 +223,12 @@ def test_a_step_is_one_copy_up_one_down_and_one_wait(opened: Engine, library: Pa
         opened.step([Entry(prompt, 0, blocks(0), positions=())])
         once = {"allocations": 0, "copies_up": 1, "copies": 0, "graph_launches": 0, "waits": 1}
         found = counted()
-        assert found == once | {"copies_down": 0, "launches": found["launches"]}
-        assert found["launches"] <= 1 + 9 * layers
+        assert found == once | {"copies_down": 1, "launches": found["launches"]}  # whether tokens are finite
+        assert found["launches"] <= 1 + 9 * layers + 1
         opened.step([Entry(prompt, 0, blocks(1)), Entry([4], 70, blocks(0))])
         found = counted()
         assert found == once | {"copies_down": 1, "launches": found["launches"]}
-        assert found["launches"] <= 1 + 10 * layers + 4  # prompts and decodes have an attention each
+        assert found["launches"] <= 1 + 10 * layers + 5  # prompts and decodes have an attention each
         opened.step([Entry([4], 70, blocks(0)), Entry([5], 70, blocks(1), "logits")])
         found = counted()
         assert found == once | {"copies_down": 2, "graph_launches": 1, "launches": found["launches"]}
@@ -316,7 +351,7 @@ def test_a_plan_selects_all_kernels_that_it_launches(tmp_path: Path, library: Pa
         .replace("attention_prompt", "ATTENTION")
         for name in names
     }
-    always = {"argmax_parts", "choose_rows", "gated_rows", "norm_rows"}
+    always = {"argmax_parts", "choose_rows", "finite_rows", "gated_rows", "norm_rows"}
     assert selections - always == set(plan.selected)
 
 

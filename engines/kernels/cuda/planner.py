@@ -124,6 +124,8 @@ class _Maker:
     def _norm_rows(self, node: ir.Node) -> None:
         a, b, norm, _ = node.inputs
         assert norm is not None and norm.shape is not None
+        summed = {"a": self._read(a)} | ({} if b is None else {"b": self._read(b)})
+        self._add("finite", node, summed, {"K": int(norm.shape[0])}, writes=())  # type: ignore[arg-type]
         y = self._value(node.outputs[0], True, int(norm.shape[0]), 2)  # type: ignore[arg-type]
         self._norm_of(node, [a, b, norm], None, y, int(norm.shape[0]), wanted=True)  # type: ignore[arg-type]
 
