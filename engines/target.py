@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from engines.bundle import EngineBundle, LoweredGraph, LoweredRecord, PortableEvidence
 from engines.protocol import Engine, FloatArray, IntArray
@@ -141,6 +141,14 @@ class Compilation:
     progress: Progress = lambda phase, done, total: None
 
 
+class Lacking(NamedTuple):
+    """Why a machine does not run bundles of a target. ``found``: a clause."""
+
+    found: str
+    expected: str
+    remedy: str
+
+
 class Target(ABC, Generic[RecordT]):
     """Use :class:`GraphTarget` where the lowered graph is what runs, else :class:`HardwareTarget`."""
 
@@ -197,6 +205,10 @@ class Target(ABC, Generic[RecordT]):
 
     def fingerprint(self) -> Fingerprint:
         return fingerprint.current(self.capabilities.libraries, self.features)
+
+    def lacking(self, built: Sequence[Fingerprint]) -> Lacking | None:
+        """What this machine lacks of hardware that a bundle was built for, where there is more to say than features."""
+        return None
 
     def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         """``scratch``: a folder on a disk for what a probe returns; its files have no names there."""

@@ -117,6 +117,7 @@ class StandIn(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("version", "major", "minor")),
         ("order", ctypes.c_uint32),
         *((name, ctypes.c_int64) for name in ("bytes", "fail_at", "error")),
+        *((name, ctypes.c_int32) for name in ("init_error", "memory_error", "wait_error")),
     )
 
 

@@ -183,9 +183,8 @@ def cuda() -> Finding:
         return Finding("cuda engines", Status.ABSENT, found, "needed only to run engines of the target cuda")
     driver = f"driver for CUDA {found.driver // 1000}.{found.driver % 1000 // 10}"
     if not found.architectures:
-        capability = ".".join(map(str, found.capability))
-        known = "no kernels for its compute capability"
-        return Finding("cuda engines", Status.ABSENT, f"{found.name}: {known} {capability}", "use another GPU")
+        known = f"no kernels for its compute capability {found.capability_text}"
+        return Finding("cuda engines", Status.ABSENT, f"{found.name}: {known}", "use another GPU")
     return Finding("cuda engines", Status.OK, f"{found.name}: {found.architectures[-1]}, {driver}", "")
 
 

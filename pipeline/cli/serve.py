@@ -21,7 +21,7 @@ from pipeline.cli.serve_limits import limits_within, require_covered
 from pipeline.cli.serve_options import EngineOptions, ServeOptions
 from pipeline.registry import serving
 from pipeline.registry.access import VersionReference
-from pipeline.registry.levels import covered, level_to_serve
+from pipeline.registry.levels import covered, level_to_serve, require_hardware
 from pipeline.registry.pull import Requirements
 from runtime.gateway.engines.local import ProcessClient
 from runtime.gateway.engines.remote import RemoteClient
@@ -184,6 +184,8 @@ async def _pulled(reference: VersionReference, required: Requirements) -> tuple[
     found = await serving.pulled(reference, required)
     bundle = artifact.load_record(found.folder, EngineBundle)
     level = "" if required.unsafe else level_to_serve(bundle, found.levels, str(reference))
+    if required.unsafe:
+        require_hardware(bundle, str(reference))
     log.info("%s is version %d: %s %s", reference, found.version, found.folder, level)
     version = str(VersionReference(reference.name, number=found.version))
     return found.folder, Approved(level, found.facts, version)
@@ -281,6 +283,7 @@ def require_judged(folder: Path, *, public_key: Path | None = None, unsafe: bool
     """
     bundle = artifact.load_record(folder, EngineBundle)
     if unsafe:
+        require_hardware(bundle, str(folder))
         log.warning("--unsafe: %s is served without a verdict", folder)
         return Approved("", {})
     place = folder.resolve().parent / "verdict"

@@ -26,7 +26,8 @@ from engines.load import at_level, find_target, load, open_probe, runs_here
 from engines.protocol import Draw, Engine, Entry, Filters, Finish, FloatArray, Result
 from engines.targets.cuda import engine as cuda_engine
 from pipeline.cli import build as command
-from pipeline.cli import doctor
+from pipeline.cli import doctor, generate
+from pipeline.cli.serve import require_judged
 from pipeline.registry.levels import level_to_serve
 from pipeline.stages import hardware
 from quantization.compressed_tensors import open_checkpoint
@@ -393,6 +394,29 @@ def test_the_level_host_says_that_it_is_an_emulation(
             level_to_serve(bundle, ["host"], "it")
 
 
+def test_an_emulation_is_served_to_nobody(
+    bundle: Artifact[EngineBundle], library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a verdict: a container that lost its GPU would take seconds for a token. A bundle of host alone is."""
+    with pytest.raises(FingerprintError, match=r"none of which this machine has \(no driver: ") as caught:
+        require_judged(bundle.folder, unsafe=True)
+    assert "docker run --gpus all" in (caught.value.remedy or "")
+    assert require_judged(small_bundle(tmp_path / "host").folder, unsafe=True).level == ""
+    with_gpu(monkeypatch, library)
+    with stand_in(library, major=9, minor=0):
+        assert require_judged(bundle.folder, unsafe=True).level == ""
+
+
+def test_who_generates_is_told_that_it_is_emulated(
+    bundle: Artifact[EngineBundle], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = SamplingSettings(temperature=0)
+    generate.run(bundle.folder, "a", system=None, raw=True, max_new_tokens=1, stop=(), sampling=sampling)
+    assert (
+        "emulated on the processor, where a token takes seconds: this machine has no sm120" in capsys.readouterr().err
+    )
+
+
 def test_the_doctor_says_what_runs(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (doctor.cuda().status, doctor.cuda().found) == (doctor.Status.ABSENT, device.find_gpu())
     with_gpu(monkeypatch, library)
@@ -465,6 +489,8 @@ FAULTS: dict[str, tuple[dict[str, int], type[Exception], str]] = {
         "no kernels for this GPU: .* 7.5",
     ),
     "too little memory": ({"bytes": 1 << 20}, ResourceError, "no memory on the device: .* where 0.00 of 0.00 GB"),
+    "an ECC error at load": ({"memory_error": 214}, DeviceError, r"cuMemAlloc: uncorrectable ECC error .* \(214\)"),
+    "a driver that does not start": ({"init_error": 802}, DeviceError, r"cuInit: .* \(802\)"),
 }
 
 
@@ -486,21 +512,50 @@ def test_what_a_device_lacks_is_one_clear_error(
     assert caught.value.remedy  # type: ignore[attr-defined]
 
 
-def test_without_a_driver_a_level_of_a_gpu_is_refused(
-    bundle: Artifact[EngineBundle], monkeypatch: pytest.MonkeyPatch
+MACHINES = {  # that have no sm90: why, and what to do
+    "no driver": ({}, "no driver: libno-such-driver.so.1 cannot be loaded", "docker run --gpus all"),
+    "an old driver": ({"version": 12080}, "the driver is for CUDA 12.8, and 13.0 is needed", "update the driver"),
+    "a driver that does not start": ({"init_error": 802}, r"cuInit gives an error of .* \(802\)", "tapeout doctor"),
+    "no GPU": ({"major": 0}, "the driver does not start: .* \\(100\\)", "tapeout doctor"),
+    "another GPU": ({"major": 7, "minor": 5}, "stand-in for a GPU has compute capability 7.5", "use such a GPU"),
+}
+
+
+@pytest.mark.parametrize(("machine", "reason", "remedy"), MACHINES.values(), ids=MACHINES)
+def test_a_level_of_a_gpu_is_refused_with_what_is_missing(
+    bundle: Artifact[EngineBundle],
+    library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: dict[str, int],
+    reason: str,
+    remedy: str,
 ) -> None:
-    monkeypatch.setattr(device, "DRIVER", "libno-such-driver.so.1")
-    assert device.find_gpu() == "no driver: libno-such-driver.so.1 cannot be loaded"
-    with pytest.raises(FingerprintError, match="lacks sm90"):
+    """Without a driver, too, `dvc repro here` would help nobody."""
+    monkeypatch.setattr(device, "DRIVER", str(library) if machine else "libno-such-driver.so.1")
+    with stand_in(library, **machine), pytest.raises(FingerprintError, match=f"lacks sm90.*{reason}") as caught:
         load(bundle.folder, level="sm90")
+    assert remedy in (caught.value.remedy or "") and "580" in (caught.value.expected or "")
 
 
-def test_a_gpu_without_machine_code_is_refused(
+def test_another_processor_is_not_said_to_lack_a_gpu(
     bundle: Artifact[EngineBundle], library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_gpu(monkeypatch, library)
-    with stand_in(library, major=7, minor=5), pytest.raises(FingerprintError, match="sm90: this machine lacks sm90"):
+    monkeypatch.setattr("engines.targets.cuda.cpu_features", tuple)
+    with stand_in(library, major=9, minor=0), pytest.raises(FingerprintError, match="lacks avx2") as caught:
         load(bundle.folder, level="sm90")
+    assert "compute capability" not in str(caught.value)
+
+
+def test_a_lost_device_fails_steps_and_the_next_ones_run(opened: Engine, library: Path) -> None:
+    """Found when a step is waited for, as a GPU reports what its kernels did; also with another step behind it."""
+    with stand_in(library, wait_error=214):
+        steps = [opened.begin([Entry([5], at, blocks(0))]) for at in (0, 1)]
+        for finish in steps:
+            with pytest.raises(DeviceError, match="uncorrectable ECC error"):
+                finish()
+    alone = opened.step([Entry([5], 0, blocks(0))])
+    assert alone[0].error is None and opened.step([Entry([5], 1, blocks(0))])[0].error is None
 
 
 @pytest.mark.parametrize(("number", "message"), [(719, "unspecified launch failure"), (214, "uncorrectable ECC error")])

@@ -29,6 +29,14 @@ class Gpu:
         return "sm{}{}".format(*self.capability)
 
     @property
+    def capability_text(self) -> str:
+        """
+        >>> Gpu("L4", (8, 9), 13000).capability_text
+        '8.9'
+        """
+        return "{}.{}".format(*self.capability)
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         """Whose machine code it runs: its own, and that of earlier minor versions.
 
@@ -51,7 +59,9 @@ def find_gpu() -> Gpu | str:
     if version.value < LEAST_DRIVER:
         return f"the driver is for CUDA {version.value // 1000}.{version.value % 1000 // 10}, and 13.0 is needed"
     if code := driver.cuInit(0):
-        return f"the driver does not start: cuInit gives {code}"
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(text))
+        return f"the driver does not start: cuInit gives {(text.value or b'an unknown error').decode()} ({code})"
     if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return "the driver finds no GPU"
     device, name = ctypes.c_int(), ctypes.create_string_buffer(128)

@@ -105,7 +105,9 @@ static int find_device(Engine* e) {
   CALL(cuDriverGetVersion, &version);
   if (version < LEAST_DRIVER)
     return fail(e, OLD_DRIVER, "the driver is for CUDA %d.%d", version / 1000, version % 1000 / 10);
-  if (e->driver.cuInit(0)) return fail(e, NO_GPU, "the driver finds no GPU");
+  const int started = e->driver.cuInit(0);
+  if (started == NO_DEVICE) return fail(e, NO_GPU, "the driver finds no GPU");
+  if (called(e, started, "cuInit")) return e->failure;
   CALL(cuDeviceGet, &e->device, 0);
   CALL(cuDeviceGetAttribute, &multiprocessors, MULTIPROCESSORS, e->device);
   e->multiprocessors = (uint32_t)multiprocessors, e->many_blocks = e->multiprocessors * 3 / 4;
@@ -144,9 +146,12 @@ static int take_memory(Engine* e) {
   const Settings* s = &e->settings;
   size_t available = 0, total = 0;
   CALL(cuMemGetInfo_v2, &available, &total);
-  if (e->driver.cuMemAlloc_v2(&e->arena, s->arena_bytes))
-    return e->arena = 0, fail(e, NO_MEMORY, "%.2f GB for the engine, where %.2f of %.2f GB are free",
+  const int taken = e->driver.cuMemAlloc_v2(&e->arena, s->arena_bytes);
+  if (taken) e->arena = 0;
+  if (taken == OUT_OF_MEMORY)
+    return fail(e, NO_MEMORY, "%.2f GB for the engine, where %.2f of %.2f GB are free",
                               (double)s->arena_bytes / 1e9, (double)available / 1e9, (double)total / 1e9);
+  if (called(e, taken, "cuMemAlloc")) return e->failure;
   for (int i = 0; i < STEPS; i++) {
     CALL(cuMemHostAlloc, reinterpret_cast<void**>(&e->steps[i].inputs), s->inputs_bytes, 0);
     CALL(cuMemHostAlloc, reinterpret_cast<void**>(&e->steps[i].results), s->result_bytes, 0);
