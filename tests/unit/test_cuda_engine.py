@@ -397,7 +397,7 @@ def test_the_level_host_says_that_it_is_an_emulation(
 def test_an_emulation_is_served_to_nobody(
     bundle: Artifact[EngineBundle], library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without a verdict: a container that lost its GPU would take seconds for a token. A bundle of host alone is."""
+    """Also without a verdict: a container that lost its GPU would take seconds for a token. One of host alone is."""
     with pytest.raises(FingerprintError, match=r"none of which this machine has \(no driver: ") as caught:
         require_judged(bundle.folder, unsafe=True)
     assert "docker run --gpus all" in (caught.value.remedy or "")
