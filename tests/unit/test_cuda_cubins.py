@@ -227,6 +227,16 @@ def test_what_cannot_be_compiled_says_why(tmp_path: Path, monkeypatch: pytest.Mo
     assert not [*tmp_path.iterdir()]
 
 
+@needs_nvrtc
+def test_another_version_of_the_compiler_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a wheel of another version of CUDA, whose libraries have other names."""
+    monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "LIBRARIES", ("libnvrtc-builtins.so.12.9", "libnvrtc.so.12"))
+    with pytest.raises(BuildError, match=r"cannot be loaded: .*libnvrtc-builtins\.so\.12\.9") as caught:
+        compiler.cubin("sm90")
+    assert "13.0.88 is installed" in (caught.value.expected or "") and '".[cuda]"' in (caught.value.remedy or "")
+
+
 def test_a_source_for_the_host_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "broken.cu").write_text("int f(int unused) { return 0; }")
     with pytest.raises(BuildError, match=r"do not compile: (.|\n)*broken\.cu"):
