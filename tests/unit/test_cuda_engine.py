@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -21,7 +22,7 @@ from engines.compile import build
 from engines.kernels.cuda import HOST_FILE, device, layout
 from engines.kernels.cuda import library as device_library
 from engines.kernels.cuda.library import DeviceStep, StepResults
-from engines.kernels.cuda.plan import PLAN_FILE, VERSION, LaunchPlan
+from engines.kernels.cuda.plan import PLAN_FILE, VERSION, LaunchPlan, PlanOperation
 from engines.load import at_level, find_target, load, open_probe, runs_here
 from engines.protocol import Draw, Engine, Entry, Filters, Finish, FloatArray, Result
 from engines.targets.cuda import engine as cuda_engine
@@ -354,6 +355,36 @@ def test_a_plan_selects_all_kernels_that_it_launches(tmp_path: Path, library: Pa
     }
     always = {"argmax_parts", "choose_rows", "finite_rows", "gated_rows", "norm_rows"}
     assert selections - always == set(plan.selected)
+
+
+@pytest.mark.parametrize("half_scales", [0, 1])
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
+def test_a_plan_selects_the_linears_that_are_launched(
+    library: Path, bits: int, zero_points: bool, half_scales: int
+) -> None:
+    """``plan.py`` and ``launch.cpp`` each say which weights are plain: here for every group, format and count."""
+    loaded, launches = ctypes.CDLL(str(library)), (Launch * 4)()
+    for e4m3, shift, tokens in itertools.product((0, 1) if bits == 8 else (0,), range(5, 14), (1, 16, 17, 32, 300)):
+        numbers = {
+            "weight.N": 96,
+            "weight.K": 1 << shift,
+            "weight.bits": bits,
+            "weight.group_shift": shift,
+            "weight.half_scales": half_scales,
+            "weight.e4m3": e4m3,
+        }
+        points = {"weight.zero_points": "points"} if zero_points else {}
+        linear = PlanOperation(kind="linear", name="y", pointers=points, numbers=numbers, writes=("y",))
+        plan = LaunchPlan(
+            version=VERSION, operations=(linear,), values={}, tensors={}, heads=0, head_size=0, vocabulary=0, logits=""
+        )
+        parameters = device_library._operation(linear, NOWHERE).parameters.linear
+        parameters.M = tokens
+        for many_blocks in (1, 1 << 20):
+            loaded.tapeout_cuda_block_linear(ctypes.byref(parameters), ctypes.c_uint32(many_blocks), launches)
+            _, _, kind, stored, rows, _ = launches[0].kernel.decode().split("_")
+            assert plan.selected == (f"LINEAR_{kind}_{stored}_{rows}",), (numbers, tokens)
 
 
 def test_pieces_of_the_arena_are_apart(bundle: Artifact[EngineBundle]) -> None:
