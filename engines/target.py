@@ -16,7 +16,7 @@ from engines.bundle import EngineBundle, LoweredGraph, LoweredRecord, PortableEv
 from engines.protocol import Engine, FloatArray, IntArray
 from tapeout import fingerprint
 from tapeout.artifact import Artifact
-from tapeout.errors import BuildError
+from tapeout.errors import BuildError, RequestError
 from tapeout.fingerprint import Fingerprint
 from tapeout.number_format import Activations
 from tapeout.schemes import CANDIDATE_SCHEMES, Scheme
@@ -209,6 +209,14 @@ class Target(ABC, Generic[RecordT]):
     def lacking(self, built: Sequence[Fingerprint]) -> Lacking | None:
         """What this machine lacks of hardware that a bundle was built for, where there is more to say than features."""
         return None
+
+    def free_state_bytes(self, bundle: Artifact[EngineBundle]) -> int:
+        """Memory for keys, values and other state that weights and activations of an engine leave of what is free."""
+        raise RequestError(
+            f"--kv-bytes free for {self.name}",
+            expected="a target with memory of its own, such as cuda",
+            remedy="give a size, such as --kv-bytes 2GiB",
+        )
 
     def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         """``scratch``: a folder on a disk for what a probe returns; its files have no names there."""

@@ -127,7 +127,8 @@ def _elsewhere(address: str, key: Path | None) -> _Served:
 
 def engine_settings(options: EngineOptions, public_key: Path | None) -> EngineSettings:
     """:class:`ServeError` for a size that is none."""
-    memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
+    free = options.kv_bytes == "free"
+    memory = None if options.kv_bytes is None or free else parse_bytes(options.kv_bytes)
     key = public_key and str(public_key)
     snapshots, share = (None, None) if options.snapshots is None else parse_snapshots(options.snapshots)
     return EngineSettings(
@@ -138,6 +139,7 @@ def engine_settings(options: EngineOptions, public_key: Path | None) -> EngineSe
         snapshots=snapshots,
         snapshot_share=share,
         map_experts=options.map_experts,
+        kv_free=free,
     )
 
 

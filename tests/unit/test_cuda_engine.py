@@ -32,10 +32,12 @@ from pipeline.cli.serve import require_judged
 from pipeline.registry.levels import level_to_serve
 from pipeline.stages import hardware
 from quantization.compressed_tensors import open_checkpoint
+from runtime.engine.opening import open_bundle
 from runtime.engine.sampling import BatchSampler, SampledToken, logprobs_of
 from runtime.wire.messages import GenerateRequest, SamplingSettings
+from runtime.wire.start import EngineSettings
 from tapeout.artifact import Artifact
-from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, ResourceError
+from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, RequestError, ResourceError
 from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
 from tests.cuda import Launch
@@ -53,6 +55,7 @@ from tests.lowering import FixedWeights
 
 COLUMNS = MAX_TOKENS // 64
 SEQUENCES = 20
+FREE = EngineSettings(kv_free=True)
 NOWHERE = layout.Arena((), defaultdict(lambda: 256), (0, 0), 0)
 
 
@@ -366,7 +369,7 @@ def test_a_plan_selects_the_linears_that_are_launched(
     """``plan.py`` and ``launch.cpp`` each say which weights are plain: here for every group, format and count."""
     loaded, launches = ctypes.CDLL(str(library)), (Launch * 4)()
     for e4m3, shift, tokens in itertools.product((0, 1) if bits == 8 else (0,), range(5, 14), (1, 16, 17, 32, 300)):
-        numbers = {
+        numbers: dict[str, int | float] = {
             "weight.N": 96,
             "weight.K": 1 << shift,
             "weight.bits": bits,
@@ -595,6 +598,28 @@ def test_an_error_in_a_step_says_what_the_device_said(opened: Engine, library: P
         opened.step([Entry([5], 0, blocks(0))])
     assert "nvidia-smi" in (caught.value.remedy or "")
     opened.step([Entry([5], 0, blocks(0))])
+
+
+def test_the_cache_takes_what_is_left_of_a_device(
+    bundle: Artifact[EngineBundle], library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nine tenths of what is free; a device that has too little for one sequence is an error, as is a CPU."""
+    with_gpu(monkeypatch, library)
+    sequence = bundle.record.io.token_bytes * MAX_TOKENS
+    found = dict[int, int]()
+    for memory in (300 << 20, 900 << 20):
+        with stand_in(library, bytes=memory), closing(open_bundle(bundle.folder, FREE).engine) as engine:
+            taken = engine.capabilities.blocks * bundle.record.io.token_bytes * 64
+            found[memory] = taken // sequence
+    assert found[300 << 20] > SEQUENCES
+    more = (found[900 << 20] - found[300 << 20]) * sequence
+    assert abs(more - 0.9 * (600 << 20)) <= sequence
+    with stand_in(library, bytes=20 << 20), pytest.raises(RequestError, match="0 bytes of keys, values"):
+        open_bundle(bundle.folder, FREE)
+    with stand_in(library, init_error=802), pytest.raises(DeviceError, match=r"cuInit: .* \(802\)"):
+        device.free_memory()
+    with pytest.raises(RequestError, match="--kv-bytes free for ort-cpu"):
+        find_target("ort-cpu").free_state_bytes(bundle)
 
 
 def test_a_closed_engine_gives_its_memory_back(bundle: Artifact[EngineBundle], library: Path) -> None:

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 
 from engines.kernels.cuda import ARCHITECTURES
+from tapeout.errors import DeviceError
 
 DRIVER = "libcuda.so.1"
 LEAST_DRIVER = 13000  # CUDA 13.0, whose compiler made the machine code
@@ -72,3 +73,29 @@ def find_gpu() -> Gpu | str:
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         capability.append(value.value)
     return Gpu(name.value.decode(), (capability[0], capability[1]), version.value)
+
+
+def free_memory() -> int:
+    """Bytes of the first GPU that nobody has taken. :class:`DeviceError` in the driver's words."""
+    driver, text = ctypes.CDLL(DRIVER), ctypes.c_char_p()
+
+    def call(name: str, *arguments: object) -> None:
+        if code := getattr(driver, name)(*arguments):
+            driver.cuGetErrorString(code, ctypes.byref(text))
+            raise DeviceError(
+                f"{name}: {(text.value or b'an unknown error').decode()} ({code})",
+                expected="a device that works",
+                remedy="`nvidia-smi -q` shows what the device reports",
+            )
+
+    device, context, free, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(device), 0)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        call("cuCtxSetCurrent", context)
+        call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    finally:
+        driver.cuCtxSetCurrent(None)
+        driver.cuDevicePrimaryCtxRelease_v2(device)
+    return free.value

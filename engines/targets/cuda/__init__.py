@@ -188,6 +188,11 @@ class Cuda(GraphTarget):
 
         return open_engine(bundle, sequences=slots or bundle.record.io.slots)
 
+    def free_state_bytes(self, bundle: Artifact[EngineBundle]) -> int:
+        from engines.targets.cuda.engine import free_state_bytes
+
+        return free_state_bytes(bundle)
+
     def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         from engines.targets.cuda.probe import CudaProbe
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import BLOCK_TOKENS, EngineBundle, IOContract
 from engines.kernels.cuda import HOST, HOST_FILE, cubin_file, device
-from engines.kernels.cuda.layout import FEW_ROWS, FEW_TOKENS, RUN_RESULTS, RUN_TOKENS, bucket_of
+from engines.kernels.cuda.layout import FEW_ROWS, FEW_TOKENS, RUN_RESULTS, RUN_TOKENS, arena, bucket_of
 from engines.kernels.cuda.library import DeviceEngine, DeviceStep, StepResults
 from engines.kernels.cuda.parameters import DRAW, MOST_TOP
 from engines.kernels.cuda.plan import PLAN_FILE, VERSION, LaunchPlan
@@ -21,7 +21,10 @@ from engines.protocol import EngineCapabilities, Entry, Finish, FloatArray, Rank
 from engines.step_inputs import NO_SLOTS, StepPiece, check, result_of, runs
 from tapeout.artifact import Artifact, verify_files
 from tapeout.errors import ArtifactError, RequestError
+from tapeout.resources import available_memory
 from tapeout.state import paged_buffers
+
+FREE_SHARE = 0.9  # of the device's free memory, for an engine that takes what is left
 
 
 def plan_of(bundle: Artifact[EngineBundle]) -> LaunchPlan:
@@ -59,6 +62,15 @@ def open_engine(bundle: Artifact[EngineBundle], *, sequences: int) -> CudaEngine
     blocks = sequences * -(-io.max_tokens // BLOCK_TOKENS)
     opened = open_device(bundle, plan_of(bundle), blocks)
     return CudaEngine(opened, io, digest=bundle.digest, blocks=blocks, threads=int(on_host))
+
+
+def free_state_bytes(bundle: Artifact[EngineBundle]) -> int:
+    """See :meth:`engines.target.Target.free_state_bytes`. The driver keeps some for kernels and graphs."""
+    io, plan = bundle.record.io, plan_of(bundle)
+    free = available_memory() if bundle.record.hardware[0].level == HOST else device.free_memory()
+    files = {one.file: (bundle.folder / one.file).stat().st_size for one in plan.tensors.values()}
+    no_cache = dict.fromkeys((f"past_key_values.{one.name}" for one in paged_buffers(io.state, 0, BLOCK_TOKENS)), 0)
+    return max(0, int(FREE_SHARE * free) - arena(plan, files, no_cache, -(-io.max_tokens // BLOCK_TOKENS)).nbytes)
 
 
 class StepDevice(Protocol):
