@@ -343,7 +343,8 @@ WRONG = {
         "rows.cu", "fabsf(x) > largest || x != x ? fabsf(x) : largest", "fmaxf(largest, fabsf(x))", fp8_not_finite
     ),
     "a token is finite whose residual is not": Wrong(
-        "rows.cu", "b ? b[i] : make_float4(0, 0, 0, 0);\n    sum", "make_float4(0, 0, 0, 0);\n    sum", finite
+        "rows.cu", "y = b ? b[i] : make_float4(0, 0, 0, 0);\n    sum",
+        "y = b && 0 * i ? b[i] : make_float4(0, 0, 0, 0);\n    sum", finite,
     ),
     "a channel of each four is not looked at": Wrong("rows.cu", " + (x.w + y.w) * 0", "", finite),
     "E5M2 is taken for E4M3": Wrong(
