@@ -631,8 +631,13 @@ def test_a_closed_engine_gives_its_memory_back(bundle: Artifact[EngineBundle], l
 
 
 def test_a_model_that_kernels_do_not_compute_is_refused_by_name(tmp_path: Path) -> None:
-    for family, message in (("gemma2", "no attention for layer 0"), ("llama", "heads of 16 channels")):
-        graph = family_graph(family)
+    refused: tuple[tuple[str, dict[str, int], str], ...] = (
+        ("gemma2", {}, "no attention for layer 0"),
+        ("llama", {}, "heads of 16 channels"),
+        ("gemma", {"head_dim": 64}, "Mul of .*: CUDA kernels have no Add, Gelu, Mul, Split"),
+    )
+    for family, sizes, message in refused:
+        graph = family_graph(family, **sizes)
         with pytest.raises(BuildError, match=message):
             build(
                 graph,
