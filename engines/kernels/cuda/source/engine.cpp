@@ -149,8 +149,8 @@ static int take_memory(Engine* e) {
   const int taken = e->driver.cuMemAlloc_v2(&e->arena, s->arena_bytes);
   if (taken) e->arena = 0;
   if (taken == OUT_OF_MEMORY)
-    return fail(e, NO_MEMORY, "%.2f GB for the engine, where %.2f of %.2f GB are free",
-                              (double)s->arena_bytes / 1e9, (double)available / 1e9, (double)total / 1e9);
+    return fail(e, NO_MEMORY, "%.2f GB for the engine, where %.2f of %.2f GB are free", (double)s->arena_bytes / 1e9,
+                (double)available / 1e9, (double)total / 1e9);
   if (called(e, taken, "cuMemAlloc")) return e->failure;
   for (int i = 0; i < STEPS; i++) {
     CALL(cuMemHostAlloc, reinterpret_cast<void**>(&e->steps[i].inputs), s->inputs_bytes, 0);

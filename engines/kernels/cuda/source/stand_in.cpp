@@ -57,9 +57,9 @@ struct Counts {
 };
 struct Device {
   int32_t version, major, minor;
-  uint32_t order;         /* of fibers */
-  int64_t bytes;          /* of memory */
-  int64_t fail_at, error; /* the launch with this number from now on fails so; 0: none */
+  uint32_t order;                               /* of fibers */
+  int64_t bytes;                                /* of memory */
+  int64_t fail_at, error;                       /* the launch with this number from now on fails so; 0: none */
   int32_t init_error, memory_error, wait_error; /* of cuInit, of every allocation, of every wait; 0: none */
 };
 static Counts counts;
