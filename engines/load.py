@@ -144,7 +144,15 @@ def at_level(bundle: Artifact[EngineBundle], level: str = "") -> Artifact[Engine
     target = find_target(bundle.record.target)
     target.require_machine()
     here = target.fingerprint().model_copy(update={"level": level})
-    chosen = require_match(bundle.record.hardware, here, str(bundle.folder))
+    try:
+        chosen = require_match(bundle.record.hardware, here, str(bundle.folder))
+    except FingerprintError as error:
+        known = level in ("", *(one.level for one in bundle.record.hardware))
+        if not known or (lacking := target.lacking(bundle.record.hardware)) is None:
+            raise
+        raise FingerprintError(
+            f"{error.found} ({lacking.found})", expected=lacking.expected, remedy=lacking.remedy
+        ) from error
     return replace(bundle, record=bundle.record.model_copy(update={"hardware": (chosen,)}))
 
 

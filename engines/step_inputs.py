@@ -204,5 +204,6 @@ def not_finite() -> RequestError:
     return RequestError(
         "the engine's logits are not finite",
         expected="finite logits",
-        remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors",
+        remedy="rebuild the bundle; `tapeout inspect` shows which quantized layers have the largest errors. Where "
+        "a target computes in float16, activations end at 65,504: ort-cpu computes in float32",
     )

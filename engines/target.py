@@ -10,13 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from engines.bundle import EngineBundle, LoweredGraph, LoweredRecord, PortableEvidence
 from engines.protocol import Engine, FloatArray, IntArray
 from tapeout import fingerprint
 from tapeout.artifact import Artifact
-from tapeout.errors import BuildError
+from tapeout.errors import BuildError, RequestError
 from tapeout.fingerprint import Fingerprint
 from tapeout.number_format import Activations
 from tapeout.schemes import CANDIDATE_SCHEMES, Scheme
@@ -141,6 +141,14 @@ class Compilation:
     progress: Progress = lambda phase, done, total: None
 
 
+class Lacking(NamedTuple):
+    """Why a machine does not run bundles of a target. ``found``: a clause."""
+
+    found: str
+    expected: str
+    remedy: str
+
+
 class Target(ABC, Generic[RecordT]):
     """Use :class:`GraphTarget` where the lowered graph is what runs, else :class:`HardwareTarget`."""
 
@@ -197,6 +205,18 @@ class Target(ABC, Generic[RecordT]):
 
     def fingerprint(self) -> Fingerprint:
         return fingerprint.current(self.capabilities.libraries, self.features)
+
+    def lacking(self, built: Sequence[Fingerprint]) -> Lacking | None:
+        """What this machine lacks of hardware that a bundle was built for, where there is more to say than features."""
+        return None
+
+    def free_state_bytes(self, bundle: Artifact[EngineBundle]) -> int:
+        """Memory for keys, values and other state that weights and activations of an engine leave of what is free."""
+        raise RequestError(
+            f"--kv-bytes free for {self.name}",
+            expected="a target with memory of its own, such as cuda",
+            remedy="give a size, such as --kv-bytes 2GiB",
+        )
 
     def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         """``scratch``: a folder on a disk for what a probe returns; its files have no names there."""

@@ -44,14 +44,20 @@ def small_graph(max_tokens: int = MAX_TOKENS, family: str = "llama-rope-scaling"
     return family_graph(family, max_position_embeddings=max_tokens, **sizes)
 
 
-def small_weights(graph: Artifact[PortableGraph], *, decoded: bool = False) -> FixedWeights:
-    """In a mix of formats. ``decoded``: the same numbers as floats."""
+def small_weights(graph: Artifact[PortableGraph], *, decoded: bool = False, larger: float = 1) -> FixedWeights:
+    """In a mix of formats. ``decoded``: the same numbers as floats.
+
+    ``larger``: so many times as large are inputs of the first down projection, and its weights are smaller by as much.
+    """
     checkpoint = open_checkpoint(graph.folder)
     tensors: dict[str, Any] = {name: checkpoint.linear(name) for name in checkpoint.names()}
+    changed = {"layers.0.mlp.up_proj": larger, "layers.0.mlp.down_proj": 1 / larger}
     for group in graph.record.groups:
         for member in group.members:
             scheme = SCHEMES.get(group.name.rpartition(".")[2], OTHERS)
-            rounded: QuantizedWeight = round_to_nearest(checkpoint.weight(member), scheme)
+            factor = changed.get(member.removeprefix("model.").removesuffix(".weight"), 1)
+            values = np.asarray(checkpoint.weight(member)) * np.float32(factor)
+            rounded: QuantizedWeight = round_to_nearest(values, scheme)
             tensors[member] = rounded.dequantize() if decoded else rounded
     return FixedWeights(tensors)
 
@@ -64,13 +70,14 @@ def small_bundle(
     decoded: bool = False,
     slots: int = 4,
     max_tokens: int = MAX_TOKENS,
+    larger: float = 1,  # see small_weights
 ) -> Artifact[EngineBundle]:
     graph = small_graph(max_tokens)
     step = 0.02 if cache == "int8" else 0.005
     scale = np.full((graph.record.kv_heads, graph.record.head_size), step, np.float32)
     return build(
         graph,
-        small_weights(graph, decoded=decoded),
+        small_weights(graph, decoded=decoded, larger=larger),
         folder,
         target=find_target(target),
         precision="float32" if decoded else "mix",
@@ -110,6 +117,7 @@ class StandIn(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("version", "major", "minor")),
         ("order", ctypes.c_uint32),
         *((name, ctypes.c_int64) for name in ("bytes", "fail_at", "error")),
+        *((name, ctypes.c_int32) for name in ("init_error", "memory_error", "wait_error")),
     )
 
 

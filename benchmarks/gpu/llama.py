@@ -204,6 +204,7 @@ class _Plan:
         total, added = "embedding", ""
         for layer in range(shape.layers):
             total, added = self._layer(f"layers.{layer}", layer, total, added)
+        self._add("finite", "norm.rows", {"a": total, "b": added}, {"K": shape.hidden}, writes=())
         normed = self._norm("norm.rows", "norm", total, added, "", wanted=True)
         self._linear("lm_head", "logits", normed, shape.vocabulary, shape.hidden, 8, wanted=True)
         self._argmax()

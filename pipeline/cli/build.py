@@ -12,7 +12,7 @@ from rich.table import Table
 
 from engines.bundle import PassReport
 from engines.load import find_target, graph_target, hardware_target
-from engines.target import GraphTarget, Target
+from engines.target import GraphTarget, HardwareTarget, Target
 from pipeline.stages import hardware
 from pipeline.stages.hardware import BuildRequest, Built
 from tapeout.artifact import Artifact
@@ -50,6 +50,16 @@ def parse_precision(text: str | None, target: Target[Any]) -> str:
     return text or DEFAULT_PRECISION
 
 
+def require_known(name: str, capabilities: Sequence[str]) -> None:
+    """:class:`BuildError` for hardware that the target does not compile for, or a level that it does not have."""
+    target = find_target(name)
+    for capability in capabilities:
+        if isinstance(target, HardwareTarget):
+            target.require(capability)
+        else:
+            target.at(capability)
+
+
 def parse_batches(text: str, slots: int) -> tuple[int, ...]:
     """Decode buckets as written, ``1,8,32``; by default one row and all slots. :class:`BuildError` if not counts."""
     if not text:
@@ -75,8 +85,7 @@ def build(request: BuildRequest, name: str, capabilities: Sequence[str], console
         raise BuildError(
             f"--target {name} names no hardware", expected=f"compute capabilities, such as {name}:sm89,sm120"
         )
-    for capability in capabilities:
-        target.require(capability)
+    require_known(name, capabilities)
     with _steps(console, "lowering") as begin:
         lowered = hardware.lower(request, target, begin)
     report = _evidence(request, lowered, console)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from engines.bundle import EngineBundle, IOContract
 from engines.kernels import cpu as native
+from engines.kernels.cuda.compiler import NVRTC
 from engines.load import at_level, experts_mapped, find_target
 from pipeline.registry.tracking import probe, public_uri, sqlite_path, tracking_uri, unreachable
 from tapeout.artifact import Artifact, load
@@ -59,7 +60,8 @@ BUILD_PACKAGES = (
     *find_target(DEFAULT_TARGET).capabilities.compilers,
 )
 # Package -> how to get it.
-TENSORRT_PACKAGES = {
+GPU_PACKAGES = {
+    NVRTC: 'for the target cuda: pip install ".[cuda]" in the checkout',
     "tensorrt": "for the GPU of this machine: install TensorRT 11 from NVIDIA, as `pip install tensorrt`",
     "tensorrt-rtx-cu13-bindings": 'for GPUs of others: pip install ".[tensorrt-rtx]" in the checkout',
 }
@@ -114,7 +116,7 @@ def diagnose(recipe: BaseRecipe | None, folder: Path) -> Diagnosis:
     else:
         services = (source(recipe.model.source), source(recipe.data.source), registry(tracking_uri()))
         packages = tuple(package(name, pins) for name in BUILD_PACKAGES)
-        build = (*packages, *(optional_package(name, remedy) for name, remedy in TENSORRT_PACKAGES.items()))
+        build = (*packages, *(optional_package(name, remedy) for name, remedy in GPU_PACKAGES.items()))
         able = _ability(building, (*machine, *run, *packages, *services))
     abilities = (ort_cuda(), _ability(f"run an {DEFAULT_TARGET} engine", run), able)
     built = tuple(
@@ -161,9 +163,9 @@ def disk(folder: Path) -> Finding:
 
 
 def gpu() -> Finding:
-    """NVIDIA GPUs as ``nvidia-smi`` lists them; nothing here needs one."""
+    """NVIDIA GPUs as ``nvidia-smi`` lists them."""
     tool = shutil.which("nvidia-smi")
-    unused = f"not needed: this version builds and runs {DEFAULT_TARGET} engines"
+    unused = f"needed only to run engines for GPUs; those of {DEFAULT_TARGET} need none"
     if tool is None:
         return Finding("NVIDIA GPU", Status.ABSENT, "no driver", unused)
     query = [tool, "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader"]
@@ -171,7 +173,7 @@ def gpu() -> Finding:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("NVIDIA GPU", Status.ABSENT, f"nvidia-smi failed: {error}", unused)
-    return Finding("NVIDIA GPU", Status.OK, "; ".join(answer.strip().splitlines()), unused)
+    return Finding("NVIDIA GPU", Status.OK, "; ".join(answer.strip().splitlines()))
 
 
 def cuda() -> Finding:
@@ -183,9 +185,8 @@ def cuda() -> Finding:
         return Finding("cuda engines", Status.ABSENT, found, "needed only to run engines of the target cuda")
     driver = f"driver for CUDA {found.driver // 1000}.{found.driver % 1000 // 10}"
     if not found.architectures:
-        capability = ".".join(map(str, found.capability))
-        known = "no kernels for its compute capability"
-        return Finding("cuda engines", Status.ABSENT, f"{found.name}: {known} {capability}", "use another GPU")
+        known = f"no kernels for its compute capability {found.capability_text}"
+        return Finding("cuda engines", Status.ABSENT, f"{found.name}: {known}", "use another GPU")
     return Finding("cuda engines", Status.OK, f"{found.name}: {found.architectures[-1]}, {driver}", "")
 
 

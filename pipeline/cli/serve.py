@@ -21,7 +21,7 @@ from pipeline.cli.serve_limits import limits_within, require_covered
 from pipeline.cli.serve_options import EngineOptions, ServeOptions
 from pipeline.registry import serving
 from pipeline.registry.access import VersionReference
-from pipeline.registry.levels import covered, level_to_serve
+from pipeline.registry.levels import covered, level_to_serve, require_hardware
 from pipeline.registry.pull import Requirements
 from runtime.gateway.engines.local import ProcessClient
 from runtime.gateway.engines.remote import RemoteClient
@@ -127,7 +127,8 @@ def _elsewhere(address: str, key: Path | None) -> _Served:
 
 def engine_settings(options: EngineOptions, public_key: Path | None) -> EngineSettings:
     """:class:`ServeError` for a size that is none."""
-    memory = None if options.kv_bytes is None else parse_bytes(options.kv_bytes)
+    free = options.kv_bytes == "free"
+    memory = None if options.kv_bytes is None or free else parse_bytes(options.kv_bytes)
     key = public_key and str(public_key)
     snapshots, share = (None, None) if options.snapshots is None else parse_snapshots(options.snapshots)
     return EngineSettings(
@@ -138,6 +139,7 @@ def engine_settings(options: EngineOptions, public_key: Path | None) -> EngineSe
         snapshots=snapshots,
         snapshot_share=share,
         map_experts=options.map_experts,
+        kv_free=free,
     )
 
 
@@ -184,6 +186,8 @@ async def _pulled(reference: VersionReference, required: Requirements) -> tuple[
     found = await serving.pulled(reference, required)
     bundle = artifact.load_record(found.folder, EngineBundle)
     level = "" if required.unsafe else level_to_serve(bundle, found.levels, str(reference))
+    if required.unsafe:
+        require_hardware(bundle, str(reference))
     log.info("%s is version %d: %s %s", reference, found.version, found.folder, level)
     version = str(VersionReference(reference.name, number=found.version))
     return found.folder, Approved(level, found.facts, version)
@@ -281,6 +285,7 @@ def require_judged(folder: Path, *, public_key: Path | None = None, unsafe: bool
     """
     bundle = artifact.load_record(folder, EngineBundle)
     if unsafe:
+        require_hardware(bundle, str(folder))
         log.warning("--unsafe: %s is served without a verdict", folder)
         return Approved("", {})
     place = folder.resolve().parent / "verdict"

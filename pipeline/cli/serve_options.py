@@ -28,7 +28,11 @@ class EngineOptions:
         ),
     ] = None
     kv_bytes: Annotated[
-        str | None, typer.Option(help="Instead of --slots: most memory of keys, values and recurrent state: 2GiB.")
+        str | None,
+        typer.Option(
+            help="Instead of --slots: most memory of keys, values and recurrent state: 2GiB; or `free`: what an engine "
+            "of cuda leaves of its GPU."
+        ),
     ] = None
     snapshots: Annotated[
         str | None,

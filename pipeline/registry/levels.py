@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.bundle import EngineBundle
-from engines.load import at_level
+from engines.load import at_level, find_target
 from evals.check import Outcome
 from evals.level import LevelVerdict, load_level
 from evals.statement import level_statement
@@ -64,16 +64,8 @@ def level_to_serve(bundle: Artifact[EngineBundle], levels: Sequence[str], source
     """
     if not any(one.level for one in bundle.record.hardware):
         return ""
-    here = runnable(bundle)
+    here = require_hardware(bundle, source)
     chosen = next((level for level in here if level in levels), None)
-    if not here:
-        at_level(bundle)  # says why
-        raise FingerprintError(
-            f"{source} has kernels for {', '.join(one.level for one in bundle.record.hardware if not one.emulated)}, "
-            "none of which this machine has",
-            expected="hardware of one of these levels: an emulation is for tests",
-            remedy="serve it on such a machine, or build it for ort-cpu",
-        )
     if chosen is None:
         raise FingerprintError(
             f"{source} has no evidence for {', '.join(here)}, which this machine has",
@@ -83,6 +75,22 @@ def level_to_serve(bundle: Artifact[EngineBundle], levels: Sequence[str], source
     if chosen != here[0]:
         log.warning("%s is served at %s: `tapeout verify` has not covered %s", source, chosen, here[0])
     return chosen
+
+
+def require_hardware(bundle: Artifact[EngineBundle], source: str) -> list[str]:
+    """See :func:`runnable`. :class:`FingerprintError` where there is no level, and a bundle that has levels."""
+    here = runnable(bundle)
+    if not here and any(one.level for one in bundle.record.hardware):
+        at_level(bundle)  # says why
+        levels = [one.level for one in bundle.record.hardware if not one.emulated]
+        lacking = find_target(bundle.record.target).lacking(bundle.record.hardware)
+        raise FingerprintError(
+            f"{source} has kernels for {', '.join(levels)}, none of which this machine has"
+            + (f" ({lacking.found})" if lacking else ""),
+            expected="hardware of one of these levels: an emulation is for tests",
+            remedy=f"{lacking.remedy if lacking else 'serve it on such a machine'}; or build it for ort-cpu",
+        )
+    return here
 
 
 def attach(found: Artifact[LevelVerdict], version: Version) -> None:

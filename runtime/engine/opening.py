@@ -46,14 +46,16 @@ def open_bundle(folder: Path, settings: EngineSettings) -> Opened:
 
     bundle = artifact.load_record(folder, EngineBundle)
     record = bundle.record
-    slots, snapshots = settings.slots, settings.snapshots
+    slots, snapshots, kv_bytes = settings.slots, settings.snapshots, settings.kv_bytes
+    if settings.kv_free:
+        kv_bytes = find_target(record.target).free_state_bytes(at_level(bundle, settings.level))
     if settings.snapshot_share is not None:
-        snapshots = record.io.snapshots_in(settings.snapshot_share, slots or record.io.slots, settings.kv_bytes)
-    if settings.kv_bytes is not None:
-        slots = record.io.sequences_in(settings.kv_bytes, snapshots)
+        snapshots = record.io.snapshots_in(settings.snapshot_share, slots or record.io.slots, kv_bytes)
+    if kv_bytes is not None:
+        slots = record.io.sequences_in(kv_bytes, snapshots)
         if not slots:
             raise RequestError(
-                f"{settings.kv_bytes} bytes of keys, values and recurrent state",
+                f"{kv_bytes} bytes of keys, values and recurrent state",
                 expected=f"room for one sequence of {record.io.max_tokens} tokens, beside all snapshots",
                 remedy="raise --kv-bytes, or lower --snapshots where that is given",
             )

@@ -15,9 +15,10 @@ class EngineSettings:
     """How a bundle is opened. ``threads``: 0 means every physical core, or one where that is as fast.
 
     ``slots``: room for so many sequences of full length; as built if None. ``kv_bytes``: most memory of the KV cache,
-    instead of ``slots``. ``snapshots``: of recurrent state that are kept for prefixes; one for each of these sequences
-    if None. ``snapshot_share``: instead, of all memory of state, 0 to below 1. ``public_key``: a file.
-    ``public_key``, ``level``, ``map_experts``: see :func:`engines.load.load`.
+    instead of ``slots``; with ``kv_free`` all that the engine leaves of its device. ``snapshots``: of recurrent state
+    that are kept for prefixes; one for each of these sequences if None. ``snapshot_share``: instead, of all memory of
+    state, 0 to below 1. ``public_key``: a file. ``public_key``, ``level``, ``map_experts``: see
+    :func:`engines.load.load`.
     ``background``: the process runs only while no other wants the processor. ``pool``, ``source``: see
     :class:`EngineInfo`.
     """
@@ -33,6 +34,7 @@ class EngineSettings:
     pool: Pool = "mixed"
     source: str = ""
     map_experts: bool | None = None
+    kv_free: bool = False
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,10 @@ def linear_reference(device: Device) -> None:
     linear.test_a_linear_equals_its_reference(device, False, 6, 128, 64, 640, True)
 
 
+def finite(device: Device) -> None:
+    rows.test_tokens_that_are_not_finite_are_found(device, 96)
+
+
 def linear_plain(device: Device) -> None:
     """Many chunks, whose scales are in half and whose zero points are the middle."""
     linear.test_a_linear_equals_its_reference(device, True, 4, 64, 32, 2368, True)
@@ -338,6 +342,11 @@ WRONG = {
     "a token in FP8 loses its NaN": Wrong(
         "rows.cu", "fabsf(x) > largest || x != x ? fabsf(x) : largest", "fmaxf(largest, fabsf(x))", fp8_not_finite
     ),
+    "a token is finite whose residual is not": Wrong(
+        "rows.cu", "y = b ? b[i] : make_float4(0, 0, 0, 0);\n    sum",
+        "y = b && 0 * i ? b[i] : make_float4(0, 0, 0, 0);\n    sum", finite,
+    ),
+    "a channel of each four is not looked at": Wrong("rows.cu", " + (x.w + y.w) * 0", "", finite),
     "E5M2 is taken for E4M3": Wrong(
         "attention.cu", "(pair & 0x80008000) | (pair >> 1 & 0x3f803f80)", "pair & 0xff00ff00",
         attention_reference(cache="fp8"),

@@ -26,7 +26,7 @@ from engines.bundle import EngineBundle, IOContract
 from engines.kernels import cpu as native
 from engines.kernels.cpu import LEVELS
 from evals.check import Outcome
-from pipeline.cli.doctor import TENSORRT_PACKAGES, Finding, Status, diagnose, processor
+from pipeline.cli.doctor import GPU_PACKAGES, Finding, Status, diagnose, processor
 from pipeline.cli.main import app, main, message
 from pipeline.cli.panels.judge import _moved
 from pipeline.cli.shared import with_options
@@ -473,9 +473,9 @@ def test_doctor_names_the_status_of_a_registry_that_refuses(status: int, remedy:
     assert "no MLflow server answers" in registry(site.url).found
 
 
-@pytest.mark.parametrize("name", TENSORRT_PACKAGES)
+@pytest.mark.parametrize("name", GPU_PACKAGES)
 def test_what_doctor_says_to_install_changes_its_own_row(name: str) -> None:
-    remedy = TENSORRT_PACKAGES[name]
+    remedy = GPU_PACKAGES[name]
     extra = re.search(r'pip install "\.\[([\w-]+)\]"', remedy)
     if extra:
         needed = [line for line in requires("tapeout") or [] if line.endswith(f'extra == "{extra[1]}"')]
@@ -499,7 +499,7 @@ def test_a_build_without_tensorrt_says_what_doctor_says(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(BuildError) as caught:
         load_module(module)
-    assert command in caught.value.remedy and command in TENSORRT_PACKAGES[package]
+    assert command in caught.value.remedy and command in GPU_PACKAGES[package]
 
 
 def test_doctor_names_instruction_sets_and_their_absence() -> None:

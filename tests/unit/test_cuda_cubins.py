@@ -44,7 +44,7 @@ ROWS = {
         ("rotary_cache_Int8", "rotary_cache_Fp8", "rotary_cache_Half", "gated_rows", "argmax_parts"),
         (256, 4),
     ),
-    **dict.fromkeys(("quantize_rows", "gated_codes"), (256, 4)),
+    **dict.fromkeys(("quantize_rows", "gated_codes", "finite_rows"), (256, 4)),
     **dict.fromkeys(("choose_rows", "norm_rows"), (512, 2)),
 }
 LIMITS = FEW | WIDE | PARTS | PROMPTS | ROWS
@@ -188,6 +188,7 @@ def test_a_bundle_gets_the_kernels_that_it_selects(tmp_path: Path, monkeypatch: 
     always = {
         "argmax_parts",
         "choose_rows",
+        "finite_rows",
         "gated_codes",
         "gated_rows",
         "norm_rows",
@@ -224,6 +225,16 @@ def test_what_cannot_be_compiled_says_why(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(BuildError, match="the package no_such_compiler is not installed"):
         compiler.host_library()
     assert not [*tmp_path.iterdir()]
+
+
+@needs_nvrtc
+def test_another_version_of_the_compiler_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a wheel of another version of CUDA, whose libraries have other names."""
+    monkeypatch.setenv("TAPEOUT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "LIBRARIES", ("libnvrtc-builtins.so.12.9", "libnvrtc.so.12"))
+    with pytest.raises(BuildError, match=r"cannot be loaded: .*libnvrtc-builtins\.so\.12\.9") as caught:
+        compiler.cubin("sm90")
+    assert "13.0.88 is installed" in (caught.value.expected or "") and '".[cuda]"' in (caught.value.remedy or "")
 
 
 def test_a_source_for_the_host_that_does_not_compile_is_an_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -21,19 +22,22 @@ from engines.compile import build
 from engines.kernels.cuda import HOST_FILE, device, layout
 from engines.kernels.cuda import library as device_library
 from engines.kernels.cuda.library import DeviceStep, StepResults
-from engines.kernels.cuda.plan import PLAN_FILE, VERSION, LaunchPlan
+from engines.kernels.cuda.plan import PLAN_FILE, VERSION, LaunchPlan, PlanOperation
 from engines.load import at_level, find_target, load, open_probe, runs_here
 from engines.protocol import Draw, Engine, Entry, Filters, Finish, FloatArray, Result
 from engines.targets.cuda import engine as cuda_engine
 from pipeline.cli import build as command
-from pipeline.cli import doctor
+from pipeline.cli import doctor, generate
+from pipeline.cli.serve import require_judged
 from pipeline.registry.levels import level_to_serve
 from pipeline.stages import hardware
 from quantization.compressed_tensors import open_checkpoint
+from runtime.engine.opening import open_bundle
 from runtime.engine.sampling import BatchSampler, SampledToken, logprobs_of
 from runtime.wire.messages import GenerateRequest, SamplingSettings
+from runtime.wire.start import EngineSettings
 from tapeout.artifact import Artifact
-from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, ResourceError
+from tapeout.errors import ArtifactError, BuildError, DeviceError, FingerprintError, RequestError, ResourceError
 from tapeout.quantized import round_to_nearest
 from tapeout.schemes import Scheme
 from tests.cuda import Launch
@@ -51,6 +55,7 @@ from tests.lowering import FixedWeights
 
 COLUMNS = MAX_TOKENS // 64
 SEQUENCES = 20
+FREE = EngineSettings(kv_free=True)
 NOWHERE = layout.Arena((), defaultdict(lambda: 256), (0, 0), 0)
 
 
@@ -150,6 +155,41 @@ def test_weights_beyond_half_are_refused_by_name(tmp_path: Path) -> None:
           slots=1, kv_scales={}, parents={})  # fmt: skip
 
 
+def largest_inputs(folder: Path, tokens: Sequence[int]) -> FloatArray:
+    """Of the first down projection, by token, each in a sequence of its own."""
+    probe, found = open_probe(small_bundle(folder, cache="float"), folder, threads=1), list[float]()
+    for token in tokens:
+        _, linears = probe([token])
+        gate, up = (linears[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+        found.append(float(np.abs(gate / (1 + np.exp(-gate)) * up).max()))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("cache", ["int8", "fp8", "float"])
+def test_a_token_beyond_half_is_an_error_of_its_sequence(tmp_path: Path, cache: str) -> None:
+    """Also one whose logits nobody wants, over caches of codes, which keep no NaN: what follows it would be wrong."""
+    tokens = words(40)
+    inputs = largest_inputs(tmp_path / "probed", tokens)
+    worst = tokens[int(inputs.argmax())]
+    others = [token for token, largest in zip(tokens, inputs, strict=False) if largest < 0.4 * inputs.max()]
+    factor = 65504 / (0.8 * float(inputs.max()))  # so the others stay in the range
+    with closing(load(small_bundle(tmp_path / "bundle", cache=cache, larger=factor).folder)) as engine:
+        (alone,) = logits_of(engine.step([Entry(others, 0, blocks(0), "logits")]))
+        long = Entry([worst, *others[:9]], 0, blocks(1))
+        for entry in (
+            *(long, long._replace(positions=[]), long._replace(wanted="logits")),
+            *(long._replace(wanted="top", top=3, positions=[3, 4]), long._replace(wanted="logits", positions=[0])),
+        ):
+            results = engine.step([entry, Entry(others, 0, blocks(0), "logits")])
+            assert results[0].error and "within the range of float16" in results[0].error.expected
+            np.testing.assert_array_equal(logits_of(results[1:])[0], alone)
+        one = [Entry([token], 0, blocks(2 + n), "token", []) for n, token in enumerate((others[0], worst))]
+        results = engine.step(one)  # of one token each, and no results: not a graph's
+        assert results[0].error is None and results[1].error
+        results = engine.step([entry._replace(positions=None) for entry in one])
+        assert results[0].error is None and results[1].error
+
+
 def test_a_plan_costs_no_more_quality_than_on_a_cpu(tmp_path: Path) -> None:
     """KL against the float engine of the checkpoint, of the same plan on both targets."""
     tokens, found = words(100, 8), dict[str, FloatArray]()
@@ -188,12 +228,12 @@ def test_a_step_is_one_copy_up_one_down_and_one_wait(opened: Engine, library: Pa
         opened.step([Entry(prompt, 0, blocks(0), positions=())])
         once = {"allocations": 0, "copies_up": 1, "copies": 0, "graph_launches": 0, "waits": 1}
         found = counted()
-        assert found == once | {"copies_down": 0, "launches": found["launches"]}
-        assert found["launches"] <= 1 + 9 * layers
+        assert found == once | {"copies_down": 1, "launches": found["launches"]}  # whether tokens are finite
+        assert found["launches"] <= 1 + 9 * layers + 1
         opened.step([Entry(prompt, 0, blocks(1)), Entry([4], 70, blocks(0))])
         found = counted()
         assert found == once | {"copies_down": 1, "launches": found["launches"]}
-        assert found["launches"] <= 1 + 10 * layers + 4  # prompts and decodes have an attention each
+        assert found["launches"] <= 1 + 10 * layers + 5  # prompts and decodes have an attention each
         opened.step([Entry([4], 70, blocks(0)), Entry([5], 70, blocks(1), "logits")])
         found = counted()
         assert found == once | {"copies_down": 2, "graph_launches": 1, "launches": found["launches"]}
@@ -316,8 +356,38 @@ def test_a_plan_selects_all_kernels_that_it_launches(tmp_path: Path, library: Pa
         .replace("attention_prompt", "ATTENTION")
         for name in names
     }
-    always = {"argmax_parts", "choose_rows", "gated_rows", "norm_rows"}
+    always = {"argmax_parts", "choose_rows", "finite_rows", "gated_rows", "norm_rows"}
     assert selections - always == set(plan.selected)
+
+
+@pytest.mark.parametrize("half_scales", [0, 1])
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8, 16])
+def test_a_plan_selects_the_linears_that_are_launched(
+    library: Path, bits: int, zero_points: bool, half_scales: int
+) -> None:
+    """``plan.py`` and ``launch.cpp`` each say which weights are plain: here for every group, format and count."""
+    loaded, launches = ctypes.CDLL(str(library)), (Launch * 4)()
+    for e4m3, shift, tokens in itertools.product((0, 1) if bits == 8 else (0,), range(5, 14), (1, 16, 17, 32, 300)):
+        numbers: dict[str, int | float] = {
+            "weight.N": 96,
+            "weight.K": 1 << shift,
+            "weight.bits": bits,
+            "weight.group_shift": shift,
+            "weight.half_scales": half_scales,
+            "weight.e4m3": e4m3,
+        }
+        points = {"weight.zero_points": "points"} if zero_points else {}
+        linear = PlanOperation(kind="linear", name="y", pointers=points, numbers=numbers, writes=("y",))
+        plan = LaunchPlan(
+            version=VERSION, operations=(linear,), values={}, tensors={}, heads=0, head_size=0, vocabulary=0, logits=""
+        )
+        parameters = device_library._operation(linear, NOWHERE).parameters.linear
+        parameters.M = tokens
+        for many_blocks in (1, 1 << 20):
+            loaded.tapeout_cuda_block_linear(ctypes.byref(parameters), ctypes.c_uint32(many_blocks), launches)
+            _, _, kind, stored, rows, _ = launches[0].kernel.decode().split("_")
+            assert plan.selected == (f"LINEAR_{kind}_{stored}_{rows}",), (numbers, tokens)
 
 
 def test_pieces_of_the_arena_are_apart(bundle: Artifact[EngineBundle]) -> None:
@@ -356,6 +426,29 @@ def test_the_level_host_says_that_it_is_an_emulation(
         assert not runs_here(bundle).emulated and level_to_serve(bundle, ["host", "sm90"], "it") == "sm90"
         with pytest.raises(FingerprintError, match="no evidence for sm90"):
             level_to_serve(bundle, ["host"], "it")
+
+
+def test_an_emulation_is_served_to_nobody(
+    bundle: Artifact[EngineBundle], library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a verdict: a container that lost its GPU would take seconds for a token. One of host alone is."""
+    with pytest.raises(FingerprintError, match=r"none of which this machine has \(no driver: ") as caught:
+        require_judged(bundle.folder, unsafe=True)
+    assert "docker run --gpus all" in (caught.value.remedy or "")
+    assert require_judged(small_bundle(tmp_path / "host").folder, unsafe=True).level == ""
+    with_gpu(monkeypatch, library)
+    with stand_in(library, major=9, minor=0):
+        assert require_judged(bundle.folder, unsafe=True).level == ""
+
+
+def test_who_generates_is_told_that_it_is_emulated(
+    bundle: Artifact[EngineBundle], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = SamplingSettings(temperature=0)
+    generate.run(bundle.folder, "a", system=None, raw=True, max_new_tokens=1, stop=(), sampling=sampling)
+    assert (
+        "emulated on the processor, where a token takes seconds: this machine has no sm120" in capsys.readouterr().err
+    )
 
 
 def test_the_doctor_says_what_runs(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,6 +523,8 @@ FAULTS: dict[str, tuple[dict[str, int], type[Exception], str]] = {
         "no kernels for this GPU: .* 7.5",
     ),
     "too little memory": ({"bytes": 1 << 20}, ResourceError, "no memory on the device: .* where 0.00 of 0.00 GB"),
+    "an ECC error at load": ({"memory_error": 214}, DeviceError, r"cuMemAlloc: uncorrectable ECC error .* \(214\)"),
+    "a driver that does not start": ({"init_error": 802}, DeviceError, r"cuInit: .* \(802\)"),
 }
 
 
@@ -451,21 +546,50 @@ def test_what_a_device_lacks_is_one_clear_error(
     assert caught.value.remedy  # type: ignore[attr-defined]
 
 
-def test_without_a_driver_a_level_of_a_gpu_is_refused(
-    bundle: Artifact[EngineBundle], monkeypatch: pytest.MonkeyPatch
+MACHINES = {  # that have no sm90: why, and what to do
+    "no driver": ({}, "no driver: libno-such-driver.so.1 cannot be loaded", "docker run --gpus all"),
+    "an old driver": ({"version": 12080}, "the driver is for CUDA 12.8, and 13.0 is needed", "update the driver"),
+    "a driver that does not start": ({"init_error": 802}, r"cuInit gives an error of .* \(802\)", "tapeout doctor"),
+    "no GPU": ({"major": 0}, "the driver does not start: .* \\(100\\)", "tapeout doctor"),
+    "another GPU": ({"major": 7, "minor": 5}, "stand-in for a GPU has compute capability 7.5", "use such a GPU"),
+}
+
+
+@pytest.mark.parametrize(("machine", "reason", "remedy"), MACHINES.values(), ids=MACHINES)
+def test_a_level_of_a_gpu_is_refused_with_what_is_missing(
+    bundle: Artifact[EngineBundle],
+    library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: dict[str, int],
+    reason: str,
+    remedy: str,
 ) -> None:
-    monkeypatch.setattr(device, "DRIVER", "libno-such-driver.so.1")
-    assert device.find_gpu() == "no driver: libno-such-driver.so.1 cannot be loaded"
-    with pytest.raises(FingerprintError, match="lacks sm90"):
+    """Without a driver, too, `dvc repro here` would help nobody."""
+    monkeypatch.setattr(device, "DRIVER", str(library) if machine else "libno-such-driver.so.1")
+    with stand_in(library, **machine), pytest.raises(FingerprintError, match=f"lacks sm90.*{reason}") as caught:
         load(bundle.folder, level="sm90")
+    assert remedy in (caught.value.remedy or "") and "580" in (caught.value.expected or "")
 
 
-def test_a_gpu_without_machine_code_is_refused(
+def test_another_processor_is_not_said_to_lack_a_gpu(
     bundle: Artifact[EngineBundle], library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_gpu(monkeypatch, library)
-    with stand_in(library, major=7, minor=5), pytest.raises(FingerprintError, match="sm90: this machine lacks sm90"):
+    monkeypatch.setattr("engines.targets.cuda.cpu_features", tuple)
+    with stand_in(library, major=9, minor=0), pytest.raises(FingerprintError, match="lacks avx2") as caught:
         load(bundle.folder, level="sm90")
+    assert "compute capability" not in str(caught.value)
+
+
+def test_a_lost_device_fails_steps_and_the_next_ones_run(opened: Engine, library: Path) -> None:
+    """Found when a step is waited for, as a GPU reports what its kernels did; also with another step behind it."""
+    with stand_in(library, wait_error=214):
+        steps = [opened.begin([Entry([5], at, blocks(0))]) for at in (0, 1)]
+        for finish in steps:
+            with pytest.raises(DeviceError, match="uncorrectable ECC error"):
+                finish()
+    alone = opened.step([Entry([5], 0, blocks(0))])
+    assert alone[0].error is None and opened.step([Entry([5], 1, blocks(0))])[0].error is None
 
 
 @pytest.mark.parametrize(("number", "message"), [(719, "unspecified launch failure"), (214, "uncorrectable ECC error")])
@@ -474,6 +598,28 @@ def test_an_error_in_a_step_says_what_the_device_said(opened: Engine, library: P
         opened.step([Entry([5], 0, blocks(0))])
     assert "nvidia-smi" in (caught.value.remedy or "")
     opened.step([Entry([5], 0, blocks(0))])
+
+
+def test_the_cache_takes_what_is_left_of_a_device(
+    bundle: Artifact[EngineBundle], library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nine tenths of what is free; a device that has too little for one sequence is an error, as is a CPU."""
+    with_gpu(monkeypatch, library)
+    sequence = bundle.record.io.token_bytes * MAX_TOKENS
+    found = dict[int, int]()
+    for memory in (300 << 20, 900 << 20):
+        with stand_in(library, bytes=memory), closing(open_bundle(bundle.folder, FREE).engine) as engine:
+            taken = engine.capabilities.blocks * bundle.record.io.token_bytes * 64
+            found[memory] = taken // sequence
+    assert found[300 << 20] > SEQUENCES
+    more = (found[900 << 20] - found[300 << 20]) * sequence
+    assert abs(more - 0.9 * (600 << 20)) <= sequence
+    with stand_in(library, bytes=20 << 20), pytest.raises(RequestError, match="0 bytes of keys, values"):
+        open_bundle(bundle.folder, FREE)
+    with stand_in(library, init_error=802), pytest.raises(DeviceError, match=r"cuInit: .* \(802\)"):
+        device.free_memory()
+    with pytest.raises(RequestError, match="--kv-bytes free for ort-cpu"):
+        find_target("ort-cpu").free_state_bytes(bundle)
 
 
 def test_a_closed_engine_gives_its_memory_back(bundle: Artifact[EngineBundle], library: Path) -> None:
@@ -485,8 +631,13 @@ def test_a_closed_engine_gives_its_memory_back(bundle: Artifact[EngineBundle], l
 
 
 def test_a_model_that_kernels_do_not_compute_is_refused_by_name(tmp_path: Path) -> None:
-    for family, message in (("gemma2", "no attention for layer 0"), ("llama", "heads of 16 channels")):
-        graph = family_graph(family)
+    refused: tuple[tuple[str, dict[str, int], str], ...] = (
+        ("gemma2", {}, "no attention for layer 0"),
+        ("llama", {}, "heads of 16 channels"),
+        ("gemma", {"head_dim": 64}, "Mul of .*: CUDA kernels have no Add, Gelu, Mul, Split"),
+    )
+    for family, sizes, message in refused:
+        graph = family_graph(family, **sizes)
         with pytest.raises(BuildError, match=message):
             build(
                 graph,

@@ -79,6 +79,22 @@ def test_a_plan_drops_no_part_of_attention(table: int, others: tuple[str, ...], 
         make_plan(model_of(given, [named("y", node.outputs[0])]))
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"), [("attribute", "read no sharpness of it"), ("input", "it has 16 inputs")]
+)
+def test_a_plan_drops_nothing_that_passes_add(changed: str, reason: str) -> None:
+    """Planted: an operator with something that no kernel reads. It would be computed without it."""
+    caches = [value(name, ["blocks", 2, 64, 64]) for name in ("keys", "values")]
+    tables = [value(name, [128, 32]) for name in ("cosines", "sines")]
+    given = [qkv := value("qkv", [1, "tokens", 512]), *caches, *tables]
+    more = [value("more", [4])] if changed == "input" else []
+    inputs = [qkv, None, None, *caches, None, None, None, *tables, *[None] * 5, *more]
+    attributes = {"num_heads": 4, "kv_num_heads": 2, **({"sharpness": 2.0} if changed == "attribute" else {})}
+    node = ir.node("CachedAttention", inputs, attributes=attributes, domain=DOMAIN)
+    with pytest.raises(BuildError, match=reason):
+        make_plan(model_of([*given, *more], [named("y", node.outputs[0])]))
+
+
 def test_bytes_of_a_linear_are_known_without_a_time() -> None:
     """A plan that is written out counts them; a chunk of a tile has 128 bytes a bit, a row a scale of two."""
     shape, target = LinearShape(64, 32), find_target("cuda")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engines.kernels.cuda.parameters import BlockGather, Gated, Norm
+from engines.kernels.cuda.parameters import BlockGather, Finite, Gated, Norm
 from tapeout import e4m3
 from tapeout.schemes import Scheme
 from tests.cuda import ORDERS, Array, Device, at, half_weight, host, in_order, weight
@@ -53,6 +53,21 @@ def test_a_norm_equals_its_reference(device: Device, columns: int) -> None:
         for row in range(len(y)):  # alone
             one = exact[row : row + 1]
             assert np.array_equal(norm(device, one, None, w, None)[0][0], y[row])
+
+
+@pytest.mark.parametrize("columns", [32, 96, 2112])
+def test_tokens_that_are_not_finite_are_found(device: Device, columns: int) -> None:
+    """Wherever one channel is NaN or infinity; and none whose sum is too large for a float."""
+    for residual in (False, True):
+        a, b = random(19, columns), random(19, columns, seed=4)
+        a[4] = 1e38
+        wrong = {0: np.nan, 7: np.inf, 8: -np.inf, 18: np.nan}
+        for token, value in wrong.items():
+            (b if residual and token % 2 else a)[token, (token * 37 + columns - 1) % columns] = value
+        y = device.empty((19,), np.uint8)
+        held = [at(device.put(a)), at(device.put(b)) if residual else None]
+        device.launch("finite", Finite(*held, at(y), 19, columns))
+        assert {*np.flatnonzero(y == 0)} == {*wrong} and {*y.tolist()} == {0, 1}
 
 
 def test_a_gate_equals_its_reference(device: Device) -> None:

@@ -287,6 +287,8 @@ def test_the_table_of_engines_fits_a_terminal() -> None:
 
 REFUSALS: dict[str, tuple[list[str], str]] = {
     "a target without a compile step": (["--target", "ort-cpu"], "no compile step"),
+    "a level that there is not, explained": (["--target", "cuda:sm90,h100", "--explain"], "no level 'h100'"),
+    "a level of a target without, explained": (["--target", "ort-cuda:sm90", "--explain"], "no level 'sm90'"),
     "a level that there is not": (["--target", "ort-cpu:sm89"], "no level 'sm89'"),
     "no hardware": (["--target", "my-chip"], "names no hardware"),
     "a precision where the plan decides": (["--target", "cuda", "--precision", "fp16"], "--precision fp16 for cuda"),

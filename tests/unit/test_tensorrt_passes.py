@@ -26,7 +26,7 @@ from tests.exported import family_graph
 from tests.lowered import SCHEMES, lowered, rounded
 from tests.lowering import FixedWeights
 
-FAMILIES = ("qwen2", "qwen3", "mistral-short-window", "gemma2")
+FAMILIES = ("qwen2", "qwen3", "mistral-short-window", "gemma2", "minicpm3")
 # Largest relative logit error of two random layers: rounding of fp16, of three-bit mantissas, of sixteen levels.
 TOLERANCE = {"fp16": 0.01, "fp8": 0.25, "int4": 0.6, "auto": 0.6}
 TOKENS = 24

@@ -103,7 +103,14 @@ def _path(sources: Sequence[Path], compiled_by: tuple[str, ...], name: str) -> P
 
 def _nvrtc(folder: Path, source: Path, flags: tuple[str, ...]) -> bytes:
     """One program that includes every kernel. Headers are given by content: no path enters the machine code."""
-    _, nvrtc = [ctypes.CDLL(str(folder / name)) for name in LIBRARIES]
+    try:
+        _, nvrtc = [ctypes.CDLL(str(folder / name)) for name in LIBRARIES]
+    except OSError as error:
+        raise BuildError(
+            f"the compiler for GPUs cannot be loaded: {error}",
+            expected=f"{' and '.join(LIBRARIES)} of the pinned {NVRTC}, where {metadata.version(NVRTC)} is installed",
+            remedy='pip install ".[cuda]"',
+        ) from error
     headers = _device_sources(source)
     text = "".join(f'#include "{path.name}"\n' for path in headers if path.suffix == ".cu")
     program = ctypes.c_void_p()

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 
 from engines.kernels.cuda import ARCHITECTURES
+from tapeout.errors import DeviceError
 
 DRIVER = "libcuda.so.1"
 LEAST_DRIVER = 13000  # CUDA 13.0, whose compiler made the machine code
@@ -27,6 +28,14 @@ class Gpu:
         'sm89'
         """
         return "sm{}{}".format(*self.capability)
+
+    @property
+    def capability_text(self) -> str:
+        """
+        >>> Gpu("L4", (8, 9), 13000).capability_text
+        '8.9'
+        """
+        return "{}.{}".format(*self.capability)
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -51,7 +60,9 @@ def find_gpu() -> Gpu | str:
     if version.value < LEAST_DRIVER:
         return f"the driver is for CUDA {version.value // 1000}.{version.value % 1000 // 10}, and 13.0 is needed"
     if code := driver.cuInit(0):
-        return f"the driver does not start: cuInit gives {code}"
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(text))
+        return f"the driver does not start: cuInit gives {(text.value or b'an unknown error').decode()} ({code})"
     if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return "the driver finds no GPU"
     device, name = ctypes.c_int(), ctypes.create_string_buffer(128)
@@ -62,3 +73,29 @@ def find_gpu() -> Gpu | str:
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         capability.append(value.value)
     return Gpu(name.value.decode(), (capability[0], capability[1]), version.value)
+
+
+def free_memory() -> int:
+    """Bytes of the first GPU that nobody has taken. :class:`DeviceError` in the driver's words."""
+    driver, text = ctypes.CDLL(DRIVER), ctypes.c_char_p()
+
+    def call(name: str, *arguments: object) -> None:
+        if code := getattr(driver, name)(*arguments):
+            driver.cuGetErrorString(code, ctypes.byref(text))
+            raise DeviceError(
+                f"{name}: {(text.value or b'an unknown error').decode()} ({code})",
+                expected="a device that works",
+                remedy="`nvidia-smi -q` shows what the device reports",
+            )
+
+    device, context, free, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(device), 0)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        call("cuCtxSetCurrent", context)
+        call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    finally:
+        driver.cuCtxSetCurrent(None)
+        driver.cuDevicePrimaryCtxRelease_v2(device)
+    return free.value

@@ -57,6 +57,8 @@ def arena(plan: LaunchPlan, files: Mapping[str, int], cache: Mapping[str, int], 
     activations = len(pieces)
     for number, shared in enumerate(shared_values(plan)):
         size = max(rows_of(plan, name) * plan.values[name].row_bytes for name in shared)
+        if NEXT_TOKENS in shared:
+            size += RUN_TOKENS  # a byte for each token of a step: whether it is finite
         place = add(f"activations {number}", size)
         places |= dict.fromkeys(shared, place)
     parts = -(-columns * ATTENTION_BLOCK // ATTENTION_PART)

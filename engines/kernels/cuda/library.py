@@ -44,11 +44,15 @@ class DeviceStep:
 
 
 class StepResults(NamedTuple):
-    """``rankings``: of rows that want one; ``total`` is 0 where there is none."""
+    """``rankings``: of rows that want one; ``total`` is 0 where there is none.
+
+    ``finite``: whether each token is finite up to the last norm, of a step in which some tokens have no result.
+    """
 
     tokens: NDArray[np.int64]  # [P]
     rankings: NDArray[Any] | None = None  # [P] of parameters.RANKING
     logits: NDArray[np.float32] | None = None  # [P, V]
+    finite: NDArray[np.bool_] | None = None  # [M]
 
 
 class DeviceEngine:
@@ -111,7 +115,8 @@ class DeviceEngine:
             tokens=arena.places[NEXT_TOKENS],
             logits=arena.places[plan.logits],
             ranking=arena.places[RANKING],
-            result_bytes=layout.RUN_RESULTS * (8 + parameters.RANKING.itemsize + 4 * plan.vocabulary),
+            result_bytes=layout.RUN_RESULTS * (8 + parameters.RANKING.itemsize + 4 * plan.vocabulary)
+            + layout.RUN_TOKENS,
             activations=arena.activations[0],
             activations_end=arena.activations[1],
             zeros=arena.places[ENDED],
@@ -138,17 +143,21 @@ class DeviceEngine:
         """
         inputs = _inputs(step, ranking=ranking, logits=logits)
         self._check(self._library.tapeout_cuda_begin(self._engine, ctypes.byref(inputs)))
-        rows, ranked = len(step.rows), parameters.RANKING.itemsize if ranking else 0
-        size = rows * (8 + ranked + (4 * self._vocabulary if logits else 0))
+        rows, tokens = len(step.rows), len(step.ids)
+        chosen = 8 * rows
+        flags = chosen + (-(-tokens // 8) * 8 if tokens > rows else 0)
+        ranked = flags + (parameters.RANKING.itemsize * rows if ranking else 0)
+        size = ranked + (4 * self._vocabulary * rows if logits else 0)
 
         def finish() -> StepResults:
             results = np.empty(size, np.uint8)
             self._check(self._library.tapeout_cuda_finish(self._engine, results.ctypes.data))
-            tokens, rankings, floats = np.split(results, (8 * rows, (8 + ranked) * rows))
+            ids, finite, rankings, floats = np.split(results, (chosen, flags, ranked))
             return StepResults(
-                tokens.view(np.int64),
+                ids.view(np.int64),
                 rankings.view(parameters.RANKING) if ranking else None,
                 floats.view(np.float32).reshape(rows, self._vocabulary) if logits else None,
+                finite[:tokens].view(np.bool_) if len(finite) else None,
             )
 
         return finish

@@ -23,6 +23,10 @@ class QuantizeRows(ctypes.Structure):
     _fields_ = (("x", P), ("y", P), ("scales", P), ("M", I32), ("K", I32))
 
 
+class Finite(ctypes.Structure):
+    _fields_ = (("a", P), ("b", P), ("y", P), ("M", I32), ("K", I32))
+
+
 class Norm(ctypes.Structure):
     _fields_ = (("a", P), ("b", P), ("weight", P), ("rows", P), ("sum", P), ("y", P), ("scales", P),
                 ("count", I32), ("M", I32), ("K", I32), ("epsilon", F32))  # fmt: skip
@@ -61,6 +65,7 @@ KINDS: tuple[tuple[str, type[ctypes.Structure]], ...] = (  # in the order of enu
     ("attention", PagedAttention),
     ("choose", Choose),
     ("quantize", QuantizeRows),
+    ("finite", Finite),
 )
 ARGMAX_PARTS, ATTENTION_BLOCK, ATTENTION_PART = 32, 64, 512
 MOST_TOP = 128

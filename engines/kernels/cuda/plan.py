@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tapeout.artifact import Frozen
 
-VERSION = 4  # raised where a plan or the interface of a bundle's library changes. 4: activations are in half
+VERSION = 5  # raised where a plan or the interface of a bundle's library changes. 5: steps say which tokens are finite
 LINEAR_SUMS = "linear.sums"  # scratch of linears that are split
 ENDED, LINEAR_ENDED = "attention.ended", "linear.ended"  # counts of blocks, which are zeros between launches
 RANKING = "ranking"  # the value that has the likeliest tokens

@@ -5,7 +5,7 @@ A graph with an operator that has no kernel here has no plan: there is nothing e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,24 @@ from engines.kernels.operators import DOMAIN
 from tapeout.errors import BuildError
 
 ALIGNMENT = 256  # of constants in their file
+# What kernels read of an operator, and how many inputs at most. What passes add later is refused until they do.
+WEIGHT = frozenset(("N", "K", "bits", "block_size", "half_scales", "symmetric", "e4m3"))
+ATTENTION = frozenset(
+    (
+        *("num_heads", "kv_num_heads", "scale", "do_rotary", "rotary_interleaved", "query_period", "softcap"),
+        *("local_window_size", "epsilon"),
+    )
+)
+READ: Mapping[str, tuple[frozenset[str], int]] = {
+    "BlockGather": (WEIGHT, 4),
+    "BlockLinear": (WEIGHT, 5),
+    "NormLinear": (WEIGHT | {"epsilon"}, 6),
+    "ResidualNormLinear": (WEIGHT | {"epsilon"}, 7),
+    "GatedLinear": (WEIGHT, 5),
+    "NormRows": (frozenset(("epsilon",)), 4),
+    "HeadLinear": (WEIGHT, 6),
+    "CachedAttention": (ATTENTION, 15),
+}
 
 
 def make_plan(model: ir.Model) -> LaunchPlan:
@@ -73,10 +91,16 @@ class _Maker:
         }
 
     def run(self, model: ir.Model) -> LaunchPlan:
+        lacking = [node for node in model.graph if node.domain != DOMAIN or node.op_type not in self._makers]
+        if lacking:
+            raise _no_kernel(lacking[0], f"CUDA kernels have no {', '.join(sorted({n.op_type for n in lacking}))}")
         for node in model.graph:
-            make = self._makers.get(node.op_type) if node.domain == DOMAIN else None
-            if make is None:
-                raise _no_kernel(node, f"CUDA kernels have no {node.op_type}")
+            make = self._makers[node.op_type]
+            known, inputs = READ[node.op_type]
+            if unknown := sorted(set(node.attributes) - known):
+                raise _no_kernel(node, f"CUDA kernels read no {', '.join(unknown)} of it")
+            if len(node.inputs) > inputs:
+                raise _no_kernel(node, f"it has {len(node.inputs)} inputs, of which CUDA kernels read {inputs}")
             make(node)
         if not self._vocabulary:
             raise BuildError(
@@ -124,6 +148,8 @@ class _Maker:
     def _norm_rows(self, node: ir.Node) -> None:
         a, b, norm, _ = node.inputs
         assert norm is not None and norm.shape is not None
+        summed = {"a": self._read(a)} | ({} if b is None else {"b": self._read(b)})
+        self._add("finite", node, summed, {"K": int(norm.shape[0])}, writes=())  # type: ignore[arg-type]
         y = self._value(node.outputs[0], True, int(norm.shape[0]), 2)  # type: ignore[arg-type]
         self._norm_of(node, [a, b, norm], None, y, int(norm.shape[0]), wanted=True)  # type: ignore[arg-type]
 

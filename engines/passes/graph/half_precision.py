@@ -44,6 +44,11 @@ def run(lowering: Lowering) -> PassResult:
     for node in graph:
         if node.op_type == "Cast" and node.attributes["to"].as_int() == ir.DataType.FLOAT:
             node.attributes["to"] = ir.AttrInt64("to", dtype)
+        if node.op_type == "ConstantOfShape" and node.outputs[0].dtype == ir.DataType.FLOAT:
+            filled = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, "f4")
+            node.attributes["value"] = ir.AttrTensor(
+                "value", ir.tensor(_narrow(node.name or "", filled, element), dtype)
+            )
         for output in node.outputs:
             if output.dtype == ir.DataType.FLOAT:
                 output.type = ir.TensorType(dtype)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from engines.kernels.cpu.compiler import COMPILER
 from engines.kernels.cuda import ARCHITECTURES, HOST, HOST_FILE, cubin_file
 from engines.kernels.cuda.compiler import NVRTC
-from engines.target import Capabilities, GraphTarget, Passes
+from engines.target import Capabilities, GraphTarget, Lacking, Passes
 from tapeout.errors import BuildError, FingerprintError
 from tapeout.fingerprint import Fingerprint, cpu_features
 from tapeout.schemes import CANDIDATE_SCHEMES, FP8_DYNAMIC
 from tapeout.throughput import H100, Throughput
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import onnx_ir as ir
@@ -35,6 +36,11 @@ LEVELS = (*reversed(ARCHITECTURES), HOST)  # the best first; no GPU runs two of 
 # sm90 and sm100 multiply E4M3 at its full rate with wgmma and tcgen05 alone. Kernels use mma.sync, which compilers make
 # of matmuls in half there: FP8 reads fewer bytes, and computes no faster.
 THROUGHPUT = Throughput(H100.bytes_per_second, {"float": H100.operations["float"]})
+
+
+DRIVER_REMEDY = (
+    "install or update the driver, or give the container the GPU (docker run --gpus all); `tapeout doctor` looks again"
+)
 
 
 class Cuda(GraphTarget):
@@ -125,6 +131,20 @@ class Cuda(GraphTarget):
         gpu = find_gpu()
         return (*cpu_features(), *(() if isinstance(gpu, str) else gpu.architectures))
 
+    def lacking(self, built: Sequence[Fingerprint]) -> Lacking | None:
+        from engines.kernels.cuda.device import find_gpu
+
+        gpu, expected = (
+            find_gpu(),
+            "a GPU of one of the bundle's levels, and a driver for CUDA 13.0 or later: version 580",
+        )
+        if isinstance(gpu, str):
+            return Lacking(gpu, expected, DRIVER_REMEDY)
+        if {feature for one in built for feature in one.features}.intersection(gpu.architectures):
+            return None  # it is the processor
+        found = f"{gpu.name} has compute capability {gpu.capability_text}"
+        return Lacking(found, expected, "use such a GPU, or build for this one (docs/cuda-kernels.md)")
+
     def complete(self, lowered: LoweredRecord, model: ir.Model, folder: Path) -> EngineBundle:
         """Adds the plan of launches, machine code of each level, and the host's library."""
         from engines.kernels.cpu import LEVELS as PROCESSORS
@@ -167,6 +187,11 @@ class Cuda(GraphTarget):
         from engines.targets.cuda.engine import open_engine
 
         return open_engine(bundle, sequences=slots or bundle.record.io.slots)
+
+    def free_state_bytes(self, bundle: Artifact[EngineBundle]) -> int:
+        from engines.targets.cuda.engine import free_state_bytes
+
+        return free_state_bytes(bundle)
 
     def probe(self, bundle: Artifact[EngineBundle], scratch: Path, *, threads: int) -> Probe:
         from engines.targets.cuda.probe import CudaProbe

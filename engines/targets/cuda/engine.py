@@ -12,16 +12,19 @@ from numpy.typing import NDArray
 
 from engines.bundle import BLOCK_TOKENS, EngineBundle, IOContract
 from engines.kernels.cuda import HOST, HOST_FILE, cubin_file, device
-from engines.kernels.cuda.layout import FEW_ROWS, FEW_TOKENS, RUN_RESULTS, RUN_TOKENS, bucket_of
+from engines.kernels.cuda.layout import FEW_ROWS, FEW_TOKENS, RUN_RESULTS, RUN_TOKENS, arena, bucket_of
 from engines.kernels.cuda.library import DeviceEngine, DeviceStep, StepResults
 from engines.kernels.cuda.parameters import DRAW, MOST_TOP
 from engines.kernels.cuda.plan import PLAN_FILE, VERSION, LaunchPlan
 from engines.kernels.sampling import normalizer
 from engines.protocol import EngineCapabilities, Entry, Finish, FloatArray, Ranked, Result
-from engines.step_inputs import NO_SLOTS, StepPiece, check, not_finite, result_of, runs
+from engines.step_inputs import NO_SLOTS, StepPiece, check, result_of, runs
 from tapeout.artifact import Artifact, verify_files
 from tapeout.errors import ArtifactError, RequestError
+from tapeout.resources import available_memory
 from tapeout.state import paged_buffers
+
+FREE_SHARE = 0.9  # of the device's free memory, for an engine that takes what is left
 
 
 def plan_of(bundle: Artifact[EngineBundle]) -> LaunchPlan:
@@ -59,6 +62,15 @@ def open_engine(bundle: Artifact[EngineBundle], *, sequences: int) -> CudaEngine
     blocks = sequences * -(-io.max_tokens // BLOCK_TOKENS)
     opened = open_device(bundle, plan_of(bundle), blocks)
     return CudaEngine(opened, io, digest=bundle.digest, blocks=blocks, threads=int(on_host))
+
+
+def free_state_bytes(bundle: Artifact[EngineBundle]) -> int:
+    """See :meth:`engines.target.Target.free_state_bytes`. The driver keeps some for kernels and graphs."""
+    io, plan = bundle.record.io, plan_of(bundle)
+    free = available_memory() if bundle.record.hardware[0].level == HOST else device.free_memory()
+    files = {one.file: (bundle.folder / one.file).stat().st_size for one in plan.tensors.values()}
+    no_cache = dict.fromkeys((f"past_key_values.{one.name}" for one in paged_buffers(io.state, 0, BLOCK_TOKENS)), 0)
+    return max(0, int(FREE_SHARE * free) - arena(plan, files, no_cache, -(-io.max_tokens // BLOCK_TOKENS)).nbytes)
 
 
 class StepDevice(Protocol):
@@ -151,7 +163,7 @@ class CudaEngine:
             offsets=np.array(offsets, np.int32),
             starts=np.array([piece.start for piece in run], np.int32),
             table=table,
-            bucket=bucket_of(len(run)) if most == 1 else 0,
+            bucket=bucket_of(len(run)) if most == 1 and all(piece.positions for piece in run) else 0,
             keys=max(piece.start + count for piece, count in zip(run, counts, strict=True)),
             few_tokens=few,
             most_tokens=most,
@@ -196,9 +208,14 @@ class _BegunStep:
             self._failure = failure
             raise
         finite = not len(found.tokens) or found.tokens.min() >= 0  # quicker than entry by entry
+        others = found.finite is None or found.finite.all()
+        begin = 0
         for piece in run:
-            own = slice(first, first + len(piece.positions))
-            first = own.stop
+            own, fed = slice(first, first + len(piece.positions)), slice(begin, begin + len(piece.tokens))
+            first, begin = own.stop, fed.stop
+            if not others and found.finite is not None and not found.finite[fed].all():
+                self._results[piece.entry] = Result(error=_beyond_half())
+                continue
             if not piece.positions:
                 continue
             if self.takes_logits[piece.entry]:
@@ -207,7 +224,7 @@ class _BegunStep:
             elif finite or found.tokens[own].min() >= 0:
                 self._add(piece.entry, found.tokens[own], found.rankings[own] if found.rankings is not None else ())
             else:
-                self._results[piece.entry] = Result(error=not_finite())
+                self._results[piece.entry] = Result(error=_beyond_half())
 
     def _add(self, number: int, tokens: NDArray[np.int64], rankings: Sequence[Any] | NDArray[Any]) -> None:
         entry, before = self._batch[number], self._results[number]
@@ -225,7 +242,8 @@ class _BegunStep:
         for number, found in self._logits.items():
             if self._results[number].error is None:
                 logits = found[0] if len(found) == 1 else np.concatenate(found)
-                self._results[number] = result_of(self._batch[number], logits)
+                result = result_of(self._batch[number], logits)
+                self._results[number] = result if result.error is None else Result(error=_beyond_half())
         self._logits.clear()
         return self._results
 
@@ -240,6 +258,14 @@ class _BegunStep:
             if piece.positions:
                 rows[piece.entry] = -count
         return rows
+
+
+def _beyond_half() -> RequestError:
+    return RequestError(
+        "values of a token are not finite on the device",
+        expected="activations within the range of float16, 65,504, in which kernels of this target multiply",
+        remedy="build this model for ort-cpu, which computes in float32",
+    )
 
 
 def _draws(run: Sequence[StepPiece], batch: Sequence[Entry], ranked: Sequence[int | None]) -> NDArray[Any] | None:

@@ -63,6 +63,7 @@ def build(
         documents=documents,
     )
     if explain:
+        command.require_known(name, capabilities)
         console().print(command.pass_table(hardware.explain(request, find_target(name))))
     else:
         command.build(request, name, capabilities, console())

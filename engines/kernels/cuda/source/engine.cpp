@@ -23,7 +23,7 @@ typedef struct {
   uint64_t ids, rows, offsets, starts, table, draws, bytes;
 } Places;
 
-/* Bytes of a step's results, in this order. */
+/* Bytes of a step's results, in this order. tokens: with those that say which are finite. */
 typedef struct {
   size_t tokens, ranking, logits;
 } Results;
@@ -105,7 +105,9 @@ static int find_device(Engine* e) {
   CALL(cuDriverGetVersion, &version);
   if (version < LEAST_DRIVER)
     return fail(e, OLD_DRIVER, "the driver is for CUDA %d.%d", version / 1000, version % 1000 / 10);
-  if (e->driver.cuInit(0)) return fail(e, NO_GPU, "the driver finds no GPU");
+  const int started = e->driver.cuInit(0);
+  if (started == NO_DEVICE) return fail(e, NO_GPU, "the driver finds no GPU");
+  if (called(e, started, "cuInit")) return e->failure;
   CALL(cuDeviceGet, &e->device, 0);
   CALL(cuDeviceGetAttribute, &multiprocessors, MULTIPROCESSORS, e->device);
   e->multiprocessors = (uint32_t)multiprocessors, e->many_blocks = e->multiprocessors * 3 / 4;
@@ -144,9 +146,12 @@ static int take_memory(Engine* e) {
   const Settings* s = &e->settings;
   size_t available = 0, total = 0;
   CALL(cuMemGetInfo_v2, &available, &total);
-  if (e->driver.cuMemAlloc_v2(&e->arena, s->arena_bytes))
-    return e->arena = 0, fail(e, NO_MEMORY, "%.2f GB for the engine, where %.2f of %.2f GB are free",
-                              (double)s->arena_bytes / 1e9, (double)available / 1e9, (double)total / 1e9);
+  const int taken = e->driver.cuMemAlloc_v2(&e->arena, s->arena_bytes);
+  if (taken) e->arena = 0;
+  if (taken == OUT_OF_MEMORY)
+    return fail(e, NO_MEMORY, "%.2f GB for the engine, where %.2f of %.2f GB are free", (double)s->arena_bytes / 1e9,
+                (double)available / 1e9, (double)total / 1e9);
+  if (called(e, taken, "cuMemAlloc")) return e->failure;
   for (int i = 0; i < STEPS; i++) {
     CALL(cuMemHostAlloc, reinterpret_cast<void**>(&e->steps[i].inputs), s->inputs_bytes, 0);
     CALL(cuMemHostAlloc, reinterpret_cast<void**>(&e->steps[i].results), s->result_bytes, 0);
@@ -192,6 +197,7 @@ static void place(Engine* e, Operation* o) {
       place(e, o->norm.scales);
       break;
     case GATED: place(e, o->gated.x), place(e, o->gated.y), place(e, o->gated.scales); break;
+    case FINITE: place(e, o->finite.a), place(e, o->finite.b); break;
     case QUANTIZE: place(e, o->quantize.x), place(e, o->quantize.y), place(e, o->quantize.scales); break;
     case LINEAR:
       place(e, o->linear.weight), place(e, o->linear.x), place(e, o->linear.x_scales), place(e, o->linear.bias),
@@ -241,6 +247,11 @@ static int find_function(Engine* e, const Launch* launch, void** function) {
   return 0;
 }
 
+/* Whether some tokens of a step have no result: of them only this says that they are finite. */
+static bool says_finite(const StepInputs* step) {
+  return step->M > step->P;
+}
+
 /* The operation for a step, and its launches; how many. */
 static int launches_of(Engine* e, const StepInputs* step, const Places* at, Operation* o, Launch* launches) {
   const DevicePointer inputs = e->arena + e->settings.inputs;
@@ -256,6 +267,11 @@ static int launches_of(Engine* e, const StepInputs* step, const Places* at, Oper
       return tapeout_cuda_norm(&o->norm, launches);
     case GATED: o->gated.M = rows; return tapeout_cuda_gated(&o->gated, launches);
     case QUANTIZE: o->quantize.M = rows; return tapeout_cuda_quantize(&o->quantize, launches);
+    case FINITE:
+      if (!says_finite(step)) return 0;
+      o->finite.y = reinterpret_cast<uint8_t*>(e->arena + e->settings.tokens + (uint64_t)step->P * sizeof(int64_t));
+      o->finite.M = step->M;
+      return tapeout_cuda_finite(&o->finite, launches);
     case LINEAR: o->linear.M = rows; return tapeout_cuda_block_linear(&o->linear, e->many_blocks, launches);
     case ATTENTION: {
       Attention* a = &o->attention;
@@ -452,7 +468,8 @@ extern "C" EXPORTED int tapeout_cuda_trace(Engine* e, const StepInputs* step, in
 
 static Results results_of(const Engine* e, const StepInputs* step) {
   const size_t rows = (size_t)step->P, vocabulary = (size_t)e->settings.vocabulary;
-  return {rows * sizeof(int64_t), step->ranking ? rows * sizeof(Ranking) : 0,
+  const size_t finite = says_finite(step) ? ((size_t)step->M + 7) / 8 * 8 : 0; /* what follows is aligned */
+  return {rows * sizeof(int64_t) + finite, step->ranking ? rows * sizeof(Ranking) : 0,
           step->logits ? rows * vocabulary * sizeof(float) : 0};
 }
 
@@ -487,7 +504,7 @@ extern "C" EXPORTED int tapeout_cuda_begin(Engine* e, const StepInputs* step) {
   for (int i = 0; step->bucket && i < e->settings.bucket_count; i++)
     if (e->buckets[i] == step->bucket) graph = i;
   const StepInputs run = graph < 0 ? *step : whole_bucket(e, step->bucket);
-  if (step->B > run.B || step->M > run.M || step->P > run.P || (step->bucket && graph < 0))
+  if (step->B > run.B || step->M > run.M || step->P > run.P || (step->bucket && (graph < 0 || says_finite(step))))
     return fail(e, WRONG_PLAN, "a step of %d sequences, %d tokens and %d results in the graph of %d", step->B, step->M,
                 step->P, step->bucket);
   const Places at = places_of(e, run.M, run.B, run.P);

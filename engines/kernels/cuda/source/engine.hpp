@@ -7,7 +7,7 @@
 /* Why something failed. */
 enum Failure { NO_DRIVER = 1, OLD_DRIVER, NO_GPU, NO_MACHINE_CODE, NO_MEMORY, DRIVER_ERROR, WRONG_PLAN, OVERWRITTEN };
 
-enum Kind { GATHER, NORM, GATED, LINEAR, ATTENTION, CHOOSE, QUANTIZE };
+enum Kind { GATHER, NORM, GATED, LINEAR, ATTENTION, CHOOSE, QUANTIZE, FINITE };
 
 /* An operation, which launches one kernel or a few. Pointers of its parameters are offsets in the arena, and 0 is none;
    counts of tokens and inputs of the step are set when it runs. wanted: it has tokens whose results are wanted. */
@@ -21,6 +21,7 @@ typedef struct {
     Attention attention;
     Choose choose;
     Quantize quantize;
+    Finite finite;
   };
 } Operation;
 
@@ -51,9 +52,10 @@ typedef struct {
   const CacheTensor* cache;
   const int32_t* buckets; /* numbers of sequences that decode together in one graph, ascending */
   uint64_t arena_bytes;
-  uint64_t inputs, inputs_bytes;         /* where a step's inputs lie */
-  uint64_t tokens, logits, ranking;      /* where its results lie: chosen tokens, logits, and what is wanted beside */
-  uint64_t result_bytes;                 /* of a step, at most */
+  uint64_t inputs, inputs_bytes;    /* where a step's inputs lie */
+  uint64_t tokens, logits, ranking; /* where its results lie: chosen tokens, logits, and what is wanted beside; behind
+                                       the tokens a byte of each token of the step that says whether it is finite */
+  uint64_t result_bytes;            /* of a step, at most */
   uint64_t activations, activations_end; /* pieces from here to there start as NaNs */
   uint64_t zeros, zeros_bytes;           /* but for these */
   int32_t operation_count, piece_count, upload_count, cache_count, bucket_count;
@@ -61,7 +63,8 @@ typedef struct {
   int32_t vocabulary; /* logits of a token */
 } Settings;
 
-/* A step of B sequences with M new tokens, P of them with results. In a bucket each sequence has one token. */
+/* A step of B sequences with M new tokens, P of them with results. In a bucket each sequence has one token, with a
+   result. */
 typedef struct {
   const int64_t* ids;                      /* [M] */
   const int64_t* rows;                     /* [P] tokens with results */

@@ -58,6 +58,12 @@ int tapeout_cuda_quantize(const Quantize* p, Launch* launch) {
   return 1;
 }
 
+int tapeout_cuda_finite(const Finite* p, Launch* launch) {
+  snprintf(launch->kernel, sizeof launch->kernel, "finite_rows");
+  set(launch, p, parts(p->M, 8), 1, 1, 256, 0);
+  return 1;
+}
+
 int tapeout_cuda_gated(const Gated* p, Launch* launch) {
   if (p->scales) {
     snprintf(launch->kernel, sizeof launch->kernel, "gated_codes");

@@ -21,6 +21,7 @@ extern "C" {
 EXPORTED int tapeout_cuda_block_linear(const BlockLinear* p, uint32_t many_blocks, Launch* launch);
 EXPORTED int tapeout_cuda_norm(const Norm* p, Launch* launch);
 EXPORTED int tapeout_cuda_quantize(const Quantize* p, Launch* launch);
+EXPORTED int tapeout_cuda_finite(const Finite* p, Launch* launch);
 EXPORTED int tapeout_cuda_gated(const Gated* p, Launch* launch);
 EXPORTED int tapeout_cuda_block_gather(const BlockGather* p, Launch* launch);
 EXPORTED int tapeout_cuda_choose(const Choose* p, Launch* launches);

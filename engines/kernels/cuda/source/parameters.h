@@ -57,6 +57,14 @@ typedef struct {
   float epsilon;
 } Norm;
 
+/* Whether a + b of each token is finite: what the last norm reads. Of a token that is not, nothing behind is right, and caches
+   of codes keep no NaN. */
+typedef struct {
+  const float *a, *b; /* [M, K]; b NULL: of a alone */
+  uint8_t* y;         /* [M] 1, or 0 where one is NaN or infinity */
+  int32_t M, K;
+} Finite;
+
 /* y = silu(first half) * second half */
 typedef struct {
   const float* x; /* [M, 2 K] */

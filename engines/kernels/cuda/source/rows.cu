@@ -114,6 +114,22 @@ KERNEL(norm_rows, Norm, NORM_THREADS, 2) {
   }
 }
 
+/* A warp for each token. */
+KERNEL(finite_rows, Finite, ROW_THREADS, 4) {
+  const int fourths = p.K / 4, lane = threadIdx.x % WARP;
+  const int64_t token = (int64_t)blockIdx.x * ROW_WARPS + threadIdx.x / WARP;
+  if (token >= p.M) return; /* of the whole warp */
+  const float4* a = reinterpret_cast<const float4*>(p.a) + token * fourths;
+  const float4* b = p.b ? reinterpret_cast<const float4*>(p.b) + token * fourths : nullptr;
+  float sum = 0; /* of zeros; one of NaN or infinity is NaN */
+  for (int i = lane; i < fourths; i += WARP) {
+    const float4 x = a[i], y = b ? b[i] : make_float4(0, 0, 0, 0);
+    sum += (x.x + y.x) * 0 + (x.y + y.y) * 0 + (x.z + y.z) * 0 + (x.w + y.w) * 0;
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) p.y[token] = sum == 0;
+}
+
 /* A block for each row, of half. */
 KERNEL(quantize_rows, Quantize, ROW_THREADS, 4) {
   QuantizeMemory& memory = shared_memory<QuantizeMemory>();

@@ -57,12 +57,13 @@ struct Counts {
 };
 struct Device {
   int32_t version, major, minor;
-  uint32_t order;         /* of fibers */
-  int64_t bytes;          /* of memory */
-  int64_t fail_at, error; /* the launch with this number from now on fails so; 0: none */
+  uint32_t order;                               /* of fibers */
+  int64_t bytes;                                /* of memory */
+  int64_t fail_at, error;                       /* the launch with this number from now on fails so; 0: none */
+  int32_t init_error, memory_error, wait_error; /* of cuInit, of every allocation, of every wait; 0: none */
 };
 static Counts counts;
-static Device device = {13000, 9, 0, 0, (int64_t)1 << 40, 0, 0};
+static Device device = {13000, 9, 0, 0, (int64_t)1 << 40, 0, 0, 0, 0, 0};
 static Allocation *allocations, *pinned;
 static UnendedCopy* copies;
 static uint64_t copy_number;
@@ -108,7 +109,7 @@ static int end_copies(uint64_t number) {
 
 extern "C" {
 int cuInit(unsigned) {
-  return device.major ? SUCCESS : NO_DEVICE;
+  return device.init_error ? device.init_error : device.major ? SUCCESS : NO_DEVICE;
 }
 int cuDriverGetVersion(int* version) {
   *version = device.version;
@@ -156,6 +157,7 @@ int cuMemGetInfo_v2(size_t* free, size_t* total) {
 
 int cuMemAlloc_v2(DevicePointer* memory, size_t bytes) {
   counts.allocations++;
+  if (device.memory_error) return device.memory_error;
   if (!bytes || bytes > (size_t)device.bytes - allocated) return OUT_OF_MEMORY;
   void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (pages == MAP_FAILED) return OUT_OF_MEMORY;
@@ -316,6 +318,7 @@ int cuEventRecord(void* event, void* stream) {
 int cuEventSynchronize(void* event) {
   counts.waits++;
   const Event* found = static_cast<const Event*>(event);
+  if (device.wait_error) return device.wait_error;
   return found->stream ? end_copies(found->number) : INVALID_VALUE;
 }
 int cuStreamBeginCapture_v2(void* stream, int) {
