@@ -303,6 +303,12 @@ def _scheme(module: str, parts: Parts, groups: Sequence[tuple[re.Pattern[str], M
                 remedy="run `dvc repro quantize`",
             )
         fields["expert_bits"] = tuple(parts[expert_codes.BITS].read().tolist())
+    elif isinstance(found, NumberFormat) and not found.integer_bits and declared.layout != f"our {found.layout}":
+        raise QuantizationError(
+            f"config.json says {declared.layout.removeprefix('our ')} of {module}, and codes of {named}",
+            expected=f"{found.layout} for floats that no integers hold",
+            remedy="run `dvc repro quantize`",
+        )
     try:
         return Scheme.model_validate(fields | {"group_size": size, "symmetric": declared.symmetric})
     except ValidationError as error:

@@ -191,8 +191,7 @@ def _require_numbers(keys: Mapping[str, Any], places: Mapping[str, Any], config:
         name, value = places.get(key), keys.get(key)
         if name is None or (key == "rope.freq_base" and value is None and _has_base(config, FREQ_BASE)):
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ExportError(
                 f"{path.name} says no positive number for {key} of the model ({value})",
                 expected=f"{key}, which llama.cpp's converter writes for this architecture",

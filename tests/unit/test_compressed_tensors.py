@@ -311,6 +311,16 @@ def test_codes_of_experts_that_differ_in_bits_are_integers(tmp_path: Path) -> No
         open_checkpoint(tmp_path / "ours")
 
 
+def test_integers_are_not_read_as_floats_of_as_many_bits(tmp_path: Path) -> None:
+    ours(tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / CONFIG).read_text())
+    groups = config["quantization_config"]["config_groups"].values()
+    next(g for g in groups if "input_activations" in g)["weights"]["type"] = "float"
+    (tmp_path / "ours" / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(QuantizationError, match=r"says int-quantized of layers\.1\.b, and codes of fp8"):
+        open_checkpoint(tmp_path / "ours")
+
+
 def ours(folder: Path) -> dict[str, QuantizedWeight]:
     """A weight of every way to store one, and a norm."""
     schemes = {

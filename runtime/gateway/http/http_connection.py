@@ -255,7 +255,7 @@ class _Connection(HttpToolsProtocol):
             self._unread = again
 
 
-def _without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+def _without_chunks(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
     """HTTP/1.0 knows no chunks: a body whose length is not known ends with the connection, which such a client expects.
 
     uvicorn would send chunks.
