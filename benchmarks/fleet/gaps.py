@@ -64,8 +64,10 @@ async def gaps(bundle: Path, repeats: int) -> dict[str, Gaps]:
     """By signal."""
     random, found = Random(0), {"SIGKILL": Gaps(), "SIGSTOP": Gaps()}
     with TemporaryDirectory() as scratch, engine_processes(bundle, Path(scratch), 2) as engines:
-        for number in range(repeats):
-            for name, one in found.items():
+        for name, one in found.items():
+            for number in count():
+                if one.repeats == repeats:
+                    break
                 (folder := Path(scratch) / f"{name}-{number}").mkdir()
                 await _interrupted(engines, signal.Signals[name], one, random, folder)
     return found
@@ -97,6 +99,9 @@ async def _interrupted(
         (left,) = [engine for engine in engines if engine is not victim]
         lost = [(stream, len(stream.tokens)) for stream in streams if stream.engine == victim.address]
         lost = [(stream, tokens) for stream, tokens in lost if tokens < new]
+        if not lost:  # the last tokens of all of them came while this process had no processor
+            await asyncio.gather(*running)
+            return
         at = monotonic()
         victim.process.send_signal(number)
         await asyncio.gather(*running)
@@ -106,7 +111,7 @@ async def _interrupted(
         prompts = [[*stream.request.prompt, *stream.tokens[:tokens]] for stream, tokens in lost]
         found.alone += [await _first_token(alone, prompt) for prompt in prompts]
         together = await asyncio.gather(*[_first_token(alone, prompt) for prompt in prompts])
-        found.together.append(max(together, default=0.0))
+        found.together.append(max(together))
         again = await asyncio.gather(*[_answer(alone, stream.request.prompt, new) for stream in streams])
     found.answers += len(streams)
     found.same += sum(stream.tokens == tokens for stream, tokens in zip(streams, again, strict=True))

@@ -30,7 +30,7 @@ from benchmarks.fleet.admission import admission_costs
 from benchmarks.fleet.gaps import BAR_KILL_SECONDS, BAR_STOP_SECONDS, NEW, PROMPT, STREAMS, Gaps, gaps
 from benchmarks.fleet.new_engine import BARS_SECONDS, CLIENTS, PLACES, FirstToken, Kind, first_tokens
 from benchmarks.fleet.page import Bar, bar_table
-from benchmarks.fleet.token_cost import BAR_TRANSIT_US, BARS_US, LOCAL, ONE, added, token_costs
+from benchmarks.fleet.token_cost import BAR_TRANSIT_US, BARS_US, LOCAL, ONE, TWO, added, token_costs
 from runtime.simulation.fleet import percentile
 from tapeout.errors import ExitCode, TapeoutError
 
@@ -137,7 +137,7 @@ def _token_table(streams: Mapping[str, Mapping[str, Mapping[str, float]]]) -> st
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     for each, costs in streams.items():
-        for name in sorted(costs, key=lambda name: name != LOCAL):
+        for name in (LOCAL, ONE, TWO):
             cost = costs[name]
             lines.append(
                 f"| {each} | {name} | {cost['gateway']:.2f} | {cost['engine']:.2f} "
@@ -234,9 +234,9 @@ the processors, so times are longer than on machines of their own.
 
 Its way from the engine's scheduler to whoever reads the stream in the gateway, without HTTP. Engines cost nothing:
 a step ends {steps_a_second} times a second, and each stream gets a token. The local engine is that of `tapeout
-serve`, over a socket pair; those of a fleet listen at TCP, with a key. The three take turns; medians of {rounds}
-rounds. A fleet of two has as many streams for each engine, so twice as many for the gateway. The bars are of the
-fleet of one, which has the same streams as the local engine.
+serve`, over a socket pair; those of a fleet listen at TCP, with a key. Medians of {rounds} rounds, in which the
+three take turns. A fleet of two has as many streams for each engine, so twice as many for the gateway. The bars
+are of the fleet of one, which has the same streams as the local engine.
 
 Processor time is that of the gateway's process and of those of engines, divided by the tokens, from when a tenth of
 the tokens have come until nine tenths have: what the beginning and the end of a request cost is not in it. The time
@@ -249,7 +249,7 @@ reader has the token. It grows with the streams, whose tokens come in one report
 
 Two engines of the bundle "{bundle}" with one thread each; {streams} greedy streams, prompts of {prompt} tokens that
 share nothing, answers of {new}, or fewer where an engine has few positions. In the midst of them the engine that has
-most of the streams gets a signal. That is repeated {repeats} times for each signal. A gap is the longest time between
+most of the streams gets a signal. Each signal is sent {repeats} times. A gap is the longest time between
 two tokens of an interrupted stream, from the signal on. It has the finding out, the choice of another engine, and
 computing prompt and answer so far again there, beside the streams which that one has already.
 
@@ -277,7 +277,7 @@ started for its place meanwhile, and takes processors from both.
 ## Admission
 
 Of a key with limits on requests, tokens and its budget: {per_second} requests a second, one after another, which
-reserve tokens and give back the rest; medians of {rounds} rounds that take turns. The time is that until a request is
+reserve tokens and give back the rest; medians of {rounds}, in turns. The time is that until a request is
 admitted. Processor time is all that the process uses meanwhile, divided by the requests, with the transactions of
 shared limits and with the pauses. {without}
 {admission}
