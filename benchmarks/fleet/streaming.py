@@ -45,7 +45,7 @@ class Effort(NamedTuple):
     admission_seconds: float
 
 
-FULL, QUICK = Effort(5, 400, 12, 3, 2.0), Effort(1, 20, 1, 1, 0.1)
+FULL, QUICK = Effort(5, 300, 10, 3, 2.0), Effort(1, 20, 1, 1, 0.1)
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,9 @@ three take turns. A fleet of two has as many streams for each engine, so twice a
 are of the fleet of one, which has the same streams as the local engine.
 
 Processor time is that of the gateway's process and of those of engines, divided by the tokens, from when a tenth of
-the tokens have come until nine tenths have: what the beginning and the end of a request cost is not in it. The time
-of the streams' reader is in it, the same in all three. Transit is from the end of the engine's step until the
+the tokens have come until nine tenths have: what the beginning and the end of a request cost is not in it. What
+a client does beside requests is in it (it watches engines and reads their list), and the time of the streams' reader,
+which is the same in all three. Transit is from the end of the engine's step until the
 reader has the token. It grows with the streams, whose tokens come in one report and are passed on one after another.
 
 {tokens}

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,8 @@ WORKER = "benchmarks.fleet.free_engine"
 STEP_SECONDS = 0.01
 BARS_US, BAR_TRANSIT_US = {16: 3.0, 64: 1.5}, 100.0
 LOCAL, ONE, TWO = "local engine", "fleet of one", "fleet of two"
-PROMPT = list(range(8))
+ENGINES = {LOCAL: 0, ONE: 1, TWO: 2}  # that listen
+PROMPT, WARM_TOKENS = list(range(8)), 20
 _ids = count()
 
 
@@ -60,20 +61,14 @@ class Way(NamedTuple):
 
 async def token_costs(streams: Sequence[int], tokens: int, rounds: int) -> dict[str, Any]:
     """By number of streams an engine and by way. ``tokens``: of each stream. Medians of ``rounds``."""
-    found: dict[int, dict[str, list[TokenCost]]] = {each: {} for each in streams}
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        ways = {LOCAL: await stack.enter_async_context(_local())}
-        for name, engines in ((ONE, 1), (TWO, 2)):
-            (own := folder / name.replace(" ", "-")).mkdir()
-            ways[name] = await stack.enter_async_context(_fleet(own, engines))
-        for way in ways.values():  # the first requests of a client cost more
-            await _cost(way, min(streams), tokens)
-        for number in range(rounds):
-            for each in streams:
-                names = list(ways) if number % 2 else list(reversed(ways))
-                for name in names:
-                    found[each].setdefault(name, []).append(await _cost(ways[name], each, tokens))
+    found: dict[int, dict[str, list[TokenCost]]] = {each: {name: [] for name in ENGINES} for each in streams}
+    for number in range(rounds):
+        for name in list(ENGINES) if number % 2 else list(ENGINES)[::-1]:
+            # Alone: what a client of a fleet does beside its requests is a part of what they cost.
+            async with _opened(ENGINES[name]) as way:
+                await _cost(way, min(streams), WARM_TOKENS)
+                for each in streams:
+                    found[each][name].append(await _cost(way, each, tokens))
     return {
         "step_seconds": STEP_SECONDS,
         "tokens": tokens,
@@ -88,9 +83,14 @@ def added(costs: Mapping[str, Mapping[str, float]], name: str, figure: str) -> f
 
 
 @asynccontextmanager
-async def _local() -> AsyncGenerator[Way]:
-    limits = Limits(max_draft_tokens=0)
-    client = ProcessClient(str(STEP_SECONDS), EngineSettings(), limits, worker=WORKER)
+async def _opened(engines: int) -> AsyncGenerator[Way]:
+    """``engines``: of a fleet; 0 for a local one."""
+    if engines:
+        with TemporaryDirectory() as folder:
+            async with _fleet(Path(folder), engines) as way:
+                yield way
+        return
+    client = ProcessClient(str(STEP_SECONDS), EngineSettings(), Limits(max_draft_tokens=0), worker=WORKER)
     try:
         await client.open()
         yield Way(client, [int(client.info.name)])

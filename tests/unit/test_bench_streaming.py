@@ -45,15 +45,15 @@ def missed(found: Found) -> list[str]:
 
 def test_a_gap_at_a_kill_may_be_longer_by_what_computing_the_prompt_takes() -> None:
     assert not missed(SOUND) and "11 of 11 bars hold" in page(SOUND)
-    late = SOUND.gaps | {"SIGKILL": replace(SOUND.gaps["SIGKILL"], alone=[0.3, 0.3])}
+    late = {**SOUND.gaps, "SIGKILL": replace(SOUND.gaps["SIGKILL"], alone=[0.3, 0.3])}
     assert missed(replace(SOUND, gaps=late)) == ["gap at SIGKILL beyond computing the prompt again"]
-    late = SOUND.gaps | {"SIGSTOP": replace(SOUND.gaps["SIGSTOP"], gaps=[1.2, 1.6])}
+    late = {**SOUND.gaps, "SIGSTOP": replace(SOUND.gaps["SIGSTOP"], gaps=[1.2, 1.6])}
     assert missed(replace(SOUND, gaps=late)) == ["gap at SIGSTOP"]
 
 
 def test_an_answer_that_differs_and_a_signal_that_interrupted_nothing_miss_the_bar() -> None:
     for gaps in (replace(SOUND.gaps["SIGKILL"], same=7), Gaps(1, answers=8, same=8)):
-        assert len(missed(replace(SOUND, gaps=SOUND.gaps | {"SIGKILL": gaps}))) == 1
+        assert len(missed(replace(SOUND, gaps={**SOUND.gaps, "SIGKILL": gaps}))) == 1
 
 
 def test_tokens_new_engines_and_admission_are_compared_with_their_bars() -> None:
@@ -61,9 +61,10 @@ def test_tokens_new_engines_and_admission_are_compared_with_their_bars() -> None
     (what,) = missed(tokens)
     assert what.endswith("64 streams a replica")
     assert len(missed(replace(SOUND, tokens=figures(transit=401.0)))) == 2
-    slow = SOUND.new | {"standby": [*SOUND.new["standby"], FirstToken(0.1, 0.5, 0.6, 2.0)]}
-    assert missed(replace(SOUND, new=slow)) == ["step of the load to the first token of another engine, standby"]
-    ways = SOUND.admission["ways"] | {"shared, PostgreSQL": ADMITTED | {"mean": 61.0}}
-    assert missed(replace(SOUND, admission=SOUND.admission | {"ways": ways})) == [
-        "added to admission, limits shared, PostgreSQL"
+    slow = [*SOUND.new["standby"], FirstToken(0.1, 0.5, 0.6, 2.0)]
+    assert missed(replace(SOUND, new={**SOUND.new, "standby": slow})) == [
+        "step of the load to the first token of another engine, standby"
     ]
+    ways = {**SOUND.admission["ways"], "shared, PostgreSQL": ADMITTED | {"mean": 61.0}}
+    found = replace(SOUND, admission={**SOUND.admission, "ways": ways})
+    assert missed(found) == ["added to admission, limits shared, PostgreSQL"]
