@@ -31,6 +31,7 @@ from runtime.gateway.fleet.discovery import FleetFile, FromFile
 from runtime.gateway.fleet.plan import EnginePlan, FleetPlan, GatewayPlan
 from runtime.gateway.fleet.scaling import ScalingSettings
 from runtime.wire.messages import GenerateRequest
+from tapeout.errors import TapeoutError
 
 PLACES, CLIENTS, PROMPT, NEW = 4, 12, 64, 64
 
@@ -185,7 +186,11 @@ async def _until(holds: Callable[[], bool]) -> None:
 
 def _require_time(began: float) -> None:
     if monotonic() - began > WAIT_SECONDS:
-        raise TimeoutError(f"the fleet has not changed within {WAIT_SECONDS:g} seconds")
+        raise TapeoutError(
+            f"the fleet has not changed for {WAIT_SECONDS:g} seconds",
+            expected="engines that follow the load",
+            remedy="look at the log of its engines above",
+        )
 
 
 def _listens(port: int) -> bool:

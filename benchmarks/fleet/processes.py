@@ -43,7 +43,7 @@ def engine_processes(bundle: Path, folder: Path, engines: int) -> Generator[list
         yield found
     finally:
         for engine in found:
-            engine.process.terminate()
+            engine.process.kill()  # also one that stands still
         for engine in found:
             engine.process.wait()
 
