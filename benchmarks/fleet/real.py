@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 from array import array
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -27,8 +26,8 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
+from benchmarks.fleet.processes import engine_processes, fleet_client
 from runtime.gateway.fleet.client import FleetClient
-from runtime.gateway.fleet.discovery import FromFile
 from runtime.gateway.fleet.replica import Patience
 from runtime.simulation.fleet import WARM, FleetShape, percentile, simulate
 from runtime.simulation.step_lengths import StepLengths, step_lengths
@@ -44,6 +43,8 @@ PROMPTS, CONTEXT = (1 / 256, 1 / 64, 1 / 32, 1 / 16, 1 / 8), 1 / 4
 SYSTEM, MESSAGE, ANSWER = 1 / 8, 1 / 25, 1 / 20  # of the conversations
 ROUNDS = 5
 STREAM_TOKENS = 48
+# A slow machine may take a second for a step: an engine is not to be suspected for that.
+PATIENCE = Patience(suspect=10.0)
 SPECIAL = 10  # token ids from 0 on that no prompt has
 
 
@@ -75,37 +76,6 @@ class Measured:
             "hits": self.hits / max(1, self.prompt_tokens),
             "tokens_per_second": self.tokens_per_second,
         }
-
-
-@contextmanager
-def engine_processes(bundle: Path, folder: Path, engines: int) -> Generator[list[str]]:
-    """Their addresses, while they run."""
-    addresses = [f"unix:{folder}/engine{number}" for number in range(engines)]
-    command = [sys.executable, "-m", "pipeline.cli", "engine", str(bundle), "--unsafe", "--threads", "1"]
-    processes = list[subprocess.Popen[bytes]]()
-    try:
-        for address in addresses:
-            processes.append(subprocess.Popen([*command, "--draft-tokens", "0", "--listen", address]))
-        yield addresses
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait()
-
-
-@contextmanager
-def _listed(folder: Path, addresses: Sequence[str]) -> Generator[FleetClient]:
-    path = folder / "fleet.yaml"
-    path.write_text("engines:\n" + "".join(f"  - {address}\n" for address in addresses))
-    # A slow machine may take a second for a step: an engine is not to be suspected for that.
-    yield FleetClient(FromFile(path), folder / "cache", patience=Patience(suspect=10.0))
-
-
-async def _opened(client: FleetClient, engines: int) -> None:
-    await client.open()
-    while sum(status.state.value == "ready" for status in client.statuses()) < engines:
-        await asyncio.sleep(0.1)
 
 
 _ids = count()
@@ -214,27 +184,19 @@ async def replayed(client: FleetClient, traffic: Traffic) -> Measured:
 
 
 async def compared(addresses: Sequence[str], folder: Path, load: float, seconds: float, seed: int) -> dict[str, Any]:
-    with _listed(folder, addresses) as client:
-        clients = [client]
-        try:
-            await _opened(client, len(addresses))
-            for number, address in enumerate(addresses):
-                (own := folder / f"own{number}").mkdir()
-                with _listed(own, [address]) as single:
-                    clients.append(single)
-                    await _opened(single, 1)
-            info, (first, *_) = client.info, clients[1:]
-            (alone,) = await measured_lengths([first])
-            together = (await measured_lengths(clients[1:]))[0]
-            shape = FleetShape(
-                len(addresses), info.blocks * info.block_tokens, Limits(max_draft_tokens=0), info.max_tokens
-            )
-            # In a thread, so that reports are read meanwhile.
-            traffic = await asyncio.to_thread(traffic_at, load, seconds, together, shape, seed)
-            real = await replayed(client, traffic)
-        finally:
-            for one in clients:
-                await one.close()
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(fleet_client(folder, addresses, patience=PATIENCE))
+        singles = list[FleetClient]()
+        for number, address in enumerate(addresses):
+            (own := folder / f"own{number}").mkdir()
+            singles.append(await stack.enter_async_context(fleet_client(own, [address], patience=PATIENCE)))
+        info = client.info
+        (alone,) = await measured_lengths(singles[:1])
+        together = (await measured_lengths(singles))[0]
+        shape = FleetShape(len(addresses), info.blocks * info.block_tokens, Limits(max_draft_tokens=0), info.max_tokens)
+        # In a thread, so that reports are read meanwhile.
+        traffic = await asyncio.to_thread(traffic_at, load, seconds, together, shape, seed)
+        real = await replayed(client, traffic)
     lengths = between(alone, together, simulate(traffic, between(alone, together, load), shape, seed=seed).busy)
     simulated = simulate(traffic, lengths, shape, seed=seed)
     return {
@@ -309,7 +271,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)
-    with TemporaryDirectory() as folder, engine_processes(options.bundle, Path(folder), options.engines) as addresses:
+    with TemporaryDirectory() as folder, engine_processes(options.bundle, Path(folder), options.engines) as engines:
+        addresses = [engine.address for engine in engines]
         found = asyncio.run(compared(addresses, Path(folder), options.load, options.seconds, options.seed))
     print(section(found))
     if options.json:
