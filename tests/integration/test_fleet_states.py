@@ -74,6 +74,11 @@ async def answers(client: FleetClient, requests: Sequence[GenerateRequest]) -> l
     return await asyncio.gather(*map(one, requests))
 
 
+def busy(client: FleetClient) -> int:
+    """Engines that have answered a part of a request."""
+    return sum(status.own > 0 and status.stats.running > 0 for status in client.statuses())
+
+
 async def asked_until(client: FleetClient, wanted: Sequence[Whole], model: Model, count: str) -> None:
     """Again and again, until a request has gone on elsewhere by ``count``; no answer may differ."""
     turns = itertools.count()
@@ -107,12 +112,21 @@ def test_requests_go_on_elsewhere(model: Model, engines: list[ListeningEngine], 
             assert bool(stats.blocks_fetched) == MOVES[model.family] and not stats.fetches_failed
         async with fleet(tmp_path, engines[:2]) as client:
             asking = asyncio.ensure_future(asked_until(client, wanted, model, "moves"))
-            await until(lambda: all(status.own for status in client.statuses()))
-            write_list(tmp_path, [engines[0].address])
+            while not asking.done():  # it may have had no request at the moment at which the list was read
+                write_list(tmp_path, [engine.address for engine in engines[:2]])
+                await until(lambda: asking.done() or busy(client) == 2)
+                write_list(tmp_path, [engines[0].address])
+                await until(lambda: asking.done() or len(client.statuses()) == 1)
             await asking
         async with fleet(tmp_path, engines[:2]) as client:
             asking = asyncio.ensure_future(asked_until(client, wanted, model, "resumptions"))
-            await until(lambda: all(status.own and status.stats.running for status in client.statuses()))
+            stopped = False
+            while not stopped:  # where its requests had not just ended: they do not while it stands still
+                engines[1].process.send_signal(signal.SIGCONT)
+                await until(lambda: busy(client) == 2)
+                engines[1].process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(0.1)
+                stopped = busy(client) == 2
             engines[1].process.send_signal(signal.SIGKILL)
             await asking
             stats = client.statuses()[0].stats
