@@ -6,12 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from engines.bundle import EngineBundle
 from engines.load import not_executable
 from runtime.api import TextEngine, load
 from runtime.generate import Piece
 from runtime.wire.messages import SamplingSettings
-from tapeout import artifact
 
 
 def run(
@@ -27,7 +25,7 @@ def run(
     """Text goes to standard output, the closing line of numbers to standard error."""
     started = time.perf_counter()
     with load(bundle) as engine:
-        if reason := not_executable(artifact.load_record(bundle, EngineBundle)):
+        if reason := not_executable(engine.bundle):
             print(f"emulated on the processor, where a token takes seconds: {reason}", file=sys.stderr)
         tokens = engine.encode(prompt, system=system, raw=raw)
         _print(engine, tokens, max_new_tokens, stop, sampling, time.perf_counter() - started)

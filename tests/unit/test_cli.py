@@ -334,6 +334,7 @@ def prompts(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Recorded("héllo# never seen")
 
     monkeypatch.setattr("runtime.api.load_engine", opened)
+    monkeypatch.setattr("pipeline.cli.generate.not_executable", lambda bundle: "")  # of the machine that it is for
     return seen
 
 
