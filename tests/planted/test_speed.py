@@ -63,7 +63,7 @@ def benchmark(
     patch.setattr(measure.time, "sleep", rest)
     patch.setattr(measure, "PREFILL_TRIALS", 1)
     patch.setattr(type(KIND), "write", lambda _, folder, record, **__: written.append(record))
-    record = SimpleNamespace(step_bytes=0, io=SimpleNamespace(token_bytes=1))
+    record = SimpleNamespace(decode_bytes=0, io=SimpleNamespace(token_bytes=1))
     bundle = cast(Artifact[EngineBundle], SimpleNamespace(folder=Path(), record=record, files={}))
     measure.benchmark(
         timed,
