@@ -29,6 +29,10 @@ class Driver:
     def cuInit(self, flags: int) -> int:  # noqa: N802
         return self.code
 
+    def cuGetErrorString(self, code: int, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"no such device"
+        return 0
+
     def cuDriverGetVersion(self, found: Any) -> int:  # noqa: N802
         found._obj.value = self.version
         return 0
@@ -69,7 +73,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another version": ({"driver": Driver(), "version": "1.30.0"}, "onnxruntime-gpu is 1.30.0"),
     "hidden by onnxruntime": ({"driver": Driver(), "provider": False}, "has no CUDA provider"),
     "no driver": ({"driver": None}, "no driver: libcuda.so.1"),
-    "a driver that does not start": ({"driver": Driver(code=100)}, "cuInit gives 100"),
+    "a driver that does not start": ({"driver": Driver(code=100)}, "cuInit gives no such device (100)"),
     "an old driver": ({"driver": Driver(version=12080)}, "the driver is for CUDA 12.8"),
     "no GPU": ({"driver": Driver(count=0)}, "finds no GPU"),
     "a GPU without kernels": ({"driver": Driver(capability=(10, 0))}, "has no kernels for sm100"),
