@@ -242,9 +242,8 @@ def _require_one_rotary(written: Mapping[str, Any], where: str) -> None:
         # Models whose layers differ have parameters by the type of the layer.
         for one in (one for value in sets.values() for one in (value, *value.values()) if isinstance(one, dict)):
             kind, old = _scaling(one)["rope_type"], one.get("type")
-            if (
-                isinstance(old, str) and old in ROPE_INIT_FUNCTIONS and old != kind
-            ):  # others are names of older releases, such as su
+            # Types that are unknown here are names of older releases, such as su.
+            if isinstance(old, str) and old in ROPE_INIT_FUNCTIONS and old != kind:
                 problems.append(f"type {old} and rope_type {kind}")
             if kind == "default" and one.get("factor") not in (None, 1):
                 problems.append(f"factor {one['factor']} and rope_type {kind}, which scales nothing")

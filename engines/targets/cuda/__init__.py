@@ -134,10 +134,8 @@ class Cuda(GraphTarget):
     def lacking(self, built: Sequence[Fingerprint]) -> Lacking | None:
         from engines.kernels.cuda.device import find_gpu
 
-        gpu, expected = (
-            find_gpu(),
-            "a GPU of one of the bundle's levels, and a driver for CUDA 13.0 or later: version 580",
-        )
+        gpu = find_gpu()
+        expected = "a GPU of one of the bundle's levels, and a driver for CUDA 13.0 or later: version 580"
         if isinstance(gpu, str):
             return Lacking(gpu, expected, DRIVER_REMEDY)
         if {feature for one in built for feature in one.features}.intersection(gpu.architectures):

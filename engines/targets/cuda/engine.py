@@ -208,12 +208,11 @@ class _BegunStep:
             self._failure = failure
             raise
         finite = not len(found.tokens) or found.tokens.min() >= 0  # quicker than entry by entry
-        others = found.finite is None or found.finite.all()
         begin = 0
         for piece in run:
             own, fed = slice(first, first + len(piece.positions)), slice(begin, begin + len(piece.tokens))
             first, begin = own.stop, fed.stop
-            if not others and found.finite is not None and not found.finite[fed].all():
+            if found.finite is not None and not found.finite[fed].all():
                 self._results[piece.entry] = Result(error=_beyond_half())
                 continue
             if not piece.positions:
